@@ -1,0 +1,168 @@
+"""The commands: `tpwrap` runs a training job, `torchpass` is the operator's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import tpwrap
+from tpwrap.core.config import FIELDS, ConfigError
+
+USAGE = 2
+EPILOG = """\b
+Example: four ranks, each on an emulated node of its own, and one spare. Rank 1 is killed in the middle of
+step 20; training goes on at that step, and ends with the numbers of an undisturbed run:
+\b
+  tpwrap --nodes 4 --spares 1 --inject 'node=1 step=20 phase=backward kill' python train.py --epochs 3
+\b
+COMMAND is what you would type without tpwrap: python train.py …, python -m pkg.train …, or a script that
+starts Python once. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others are set as by torchrun. In
+train.py, two lines make it healable:
+\b
+  tp = tpwrap.session(model=model, optimizer=optimizer, scheduler=scheduler)
+  for batch in tp.batches(loader):
+\b
+Settings: an option wins over the environment (TORCHPASS_SPARES=1, TORCHPASS_FAILURE_TIMEOUT=5, …), that over
+torchpass.toml in the current directory (spares = 1), that over the default.
+\b
+Output: each line of a rank appears with its number in front, and without it in LOG_DIR/rank<r>.log. What
+happened to the job is shown by: torchpass events RUN_DIR
+\b
+Exit codes: 0 all ranks have finished; 1 (or the script's own) the script failed, its traceback is shown once;
+2 wrong usage or configuration; 70 internal error, or states that should be equal are not; 75 too few spares
+and healthy slots are left; 130 Ctrl-C; 143 SIGTERM.
+"""
+
+
+@click.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "max_content_width": 110,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog=EPILOG,
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
+@click.option(
+    "--nodes", "--nnodes", metavar="N", help="Nodes that train (default 1); here: groups of processes."
+)
+@click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on each node (default 1).")
+@click.option(
+    "--spares", metavar="N", help="Further nodes that wait, warm, to replace a lost one (default 0)."
+)
+@click.option("--unit", metavar="node|rank", help="What moves when a node is lost (default node).")
+@click.option(
+    "--failure-timeout",
+    metavar="SECONDS",
+    help="Silence that counts as death (default 10); all other time limits follow from it.",
+)
+@click.option(
+    "--no-warm", is_flag=True, help="Keep no warm process beside each rank: less memory, longer pause."
+)
+@click.option(
+    "--inject",
+    multiple=True,
+    metavar="FAULT",
+    help="Rehearse a failure, e.g. 'rank=1 step=20 phase=backward kill'. Repeatable.",
+)
+@click.option("--inject-file", metavar="FILE", help="Faults to inject, one a line.")
+@click.option(
+    "--run-dir", metavar="DIR", help="Where the run keeps its events and sockets (default: new, in /tmp)."
+)
+@click.option("--log-dir", metavar="DIR", help="Where the log files of ranks go (default: RUN_DIR/logs).")
+@click.option("--quiet", is_flag=True, help="Show the output of ranks and errors only.")
+@click.option("--config", metavar="FILE", help="Read this file instead of ./torchpass.toml.")
+@click.option(
+    "--standalone", is_flag=True, hidden=True, help="For torchrun's command lines: it is the default."
+)
+@click.version_option(tpwrap.__version__, prog_name="tpwrap")
+def run(
+    command: tuple[str, ...], config: str | None, standalone: bool, no_warm: bool, **options: Any
+) -> None:
+    """Run a distributed PyTorch training that survives the loss of ranks and nodes.
+
+    A failed rank is replaced while the others wait inside their processes, and training goes on at the same
+    step: same world size, same data, same bits.
+    """
+    from tpwrap.launch import config as sources
+    from tpwrap.launch.command import check_other_python, recognise
+    from tpwrap.launch.local import run_local
+
+    given = {
+        name: value for name, value in options.items() if name in FIELDS and value not in (None, (), False)
+    }
+    if "inject" in given:
+        given["inject"] = list(given["inject"])
+    if no_warm:
+        given["warm"] = False
+    try:
+        if not command:
+            raise ConfigError("COMMAND is missing; for example: tpwrap --nodes 2 --spares 1 python train.py")
+        if "TORCHPASS_SOCKET" in os.environ:
+            raise ConfigError(
+                "this is a rank of a tpwrap job already (TORCHPASS_SOCKET is set); run tpwrap once"
+            )
+        settings = sources.load(given, os.environ, Path.cwd(), config)
+        job = sources.make_job(settings)
+        recognised = recognise(command)
+        check_other_python(recognised)
+        code = run_local(settings, job, recognised, os.environ)
+    except ConfigError as e:
+        click.echo(f"tpwrap: {e}", err=True)
+        code = USAGE
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(tpwrap.__version__, prog_name="torchpass")
+def operate() -> None:
+    """Look at runs of tpwrap."""
+
+
+@operate.command()
+@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def events(run_dir: Path) -> None:
+    """Tell the story of the run in RUN_DIR."""
+    from tpwrap.report.table import show
+
+    try:
+        show(run_dir)
+    except (OSError, ValueError) as e:
+        click.echo(f"torchpass: {e}", err=True)
+        sys.exit(USAGE)
+
+
+@operate.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+def compare(a: Path, b: Path) -> None:
+    """Did two runs compute the same, bit for bit? A and B are result directories of the examples.
+
+    Exit code 0: they did. 1: the first difference is shown. 2: a directory is incomplete.
+    """
+    from tpwrap.report import compare as comparison
+
+    try:
+        first, second = comparison.read(a), comparison.read(b)
+    except comparison.ResultError as e:
+        click.echo(f"torchpass: {e}", err=True)
+        sys.exit(USAGE)
+    difference = comparison.first_difference(first, second)
+    if difference is not None:
+        click.echo(f"different: {difference}")
+        sys.exit(1)
+    click.echo(f"equal: {len(first.steps)} ranks, {first.last_step()} steps, and the final state")
+
+
+def main() -> None:
+    """Entry point of `tpwrap`."""
+    run.main(prog_name="tpwrap")
+
+
+def operator() -> None:
+    """Entry point of `torchpass`."""
+    operate.main(prog_name="torchpass")

@@ -1,0 +1,1 @@
+"""The control plane: messages, wire format, coordinator, store."""

@@ -1,0 +1,275 @@
+"""Every message of the control plane, as data.
+
+Three parties talk: the **coordinator** (one per job), a **supervisor** (one per node), a **worker**
+(one training process; holds a rank, or is warm and waits). Workers speak only to their supervisor; the
+supervisor relays `FromWorker` and `ToWorker` unread. Wire encoding: `tpwrap.control.wire`.
+
+A failure, in messages (generation g is the new one):
+
+    supervisor  -> coordinator   WorkerExited | (connection lost)
+    coordinator -> survivors     Release(g)         poison old communicators, hold at the commit gate
+    survivors   -> coordinator   Released(g, step)  drained; `step` can no longer change
+    coordinator -> everybody     Plan(g)            to the newcomer inside Assign
+    everybody   -> coordinator   Ready(g, digest)   rebuilt, restored, probed
+    coordinator -> everybody     Resume(g)          only if all digests at the same step agree
+    everybody   -> coordinator   Resumed(g)
+
+A message that carries a generation older than the receiver's is dropped, never obeyed.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages: immutable, encoded as a tagged msgpack array."""
+
+
+# --- worker -> coordinator (relayed by its supervisor) ---------------------------------------------
+
+
+class WarmReady(Message, frozen=True):
+    """The process is warm: torch imported, toy step done, state server listening on `address`."""
+
+    pid: int
+    address: str
+    """host:port of the worker's state server (tpwrap.engine.transfer)."""
+
+
+class SetupDone(Message, frozen=True):
+    """The rank reached its first step boundary; `modules` is what a warm process should import too."""
+
+    generation: int
+    modules: list[str]
+
+
+class CommError(Message, frozen=True):
+    """A collective failed here. A hint: peers die for a reason that the coordinator learns elsewhere;
+    if nobody is found dead within the grace period, the same members get a new generation."""
+
+    generation: int
+    error: str
+
+
+class Released(Message, frozen=True):
+    """All inner communicators are aborted and drained and the commit gate is shut.
+
+    step: optimizer updates applied by this rank; -1 while it has not reached its first step boundary.
+    """
+
+    generation: int
+    step: int
+    seconds: float
+
+
+class Ready(Message, frozen=True):
+    """Communicators of `generation` stand and are probed; a newcomer's state is restored.
+
+    step: as in `Released` (a newcomer: the plan's step).
+    digest: hex digest of parameters, optimizer state and scalars at `step`; "" where there is no session.
+    layout: hash of the gradient bucket layout, "" where unknown.
+    timings: seconds by stage.
+    """
+
+    generation: int
+    step: int
+    digest: str
+    layout: str
+    timings: dict[str, float]
+
+
+class Resumed(Message, frozen=True):
+    """The held collectives are completed (survivor) or the newcomer runs live."""
+
+    generation: int
+    timings: dict[str, float]
+    replayed: int
+    muted: int = 0
+
+
+class Progress(Message, frozen=True):
+    """At most a few times a second: the last committed step, for reports and hang detection."""
+
+    step: int
+
+
+class Injecting(Message, frozen=True):
+    """The worker is about to inject fault `fault` and waits for `InjectAck` (so each fires once)."""
+
+    fault: int
+
+
+class Failed(Message, frozen=True):
+    """The user's script raised, or asked to exit with a code other than 0."""
+
+    step: int
+    error: str
+    """one line: type and message"""
+    traceback: str
+    exit_code: int
+
+
+class Finished(Message, frozen=True):
+    """The script has ended well; the process lingers (it can still replay) until `Bye`."""
+
+    step: int
+
+
+class Notice(Message, frozen=True):
+    """Something a person should read once, for instance what is not protected and what to do."""
+
+    level: str
+    """info | warning | error"""
+    text: str
+
+
+class Unprotected(Message, frozen=True):
+    """The rank met something it cannot recover from soundly: the job must end with this reason."""
+
+    reason: str
+
+
+WorkerMessage: TypeAlias = (
+    WarmReady
+    | SetupDone
+    | CommError
+    | Released
+    | Ready
+    | Resumed
+    | Progress
+    | Injecting
+    | Failed
+    | Finished
+    | Notice
+    | Unprotected
+)
+
+# --- coordinator -> worker (relayed) ----------------------------------------------------------------
+
+
+class Plan(Message, frozen=True):
+    """How generation `generation` is put together.
+
+    step: where newcomers enter: they resume right after optimizer update number `step`
+        (0: before the first batch; -1: run the script live from its start).
+    members: rank -> state server address, complete (index = rank).
+    sources: ranks whose model state is at `step`, any of which can serve it.
+    newcomers: ranks that are not live yet.
+    buddies: for each rank the sidecar servers ("host:port") of the nodes that keep its sidecar *from now on*.
+    keepers: for each newcomer rank the sidecar servers that may hold its sidecar of `step`.
+    """
+
+    generation: int
+    step: int
+    members: list[str]
+    sources: list[int]
+    newcomers: list[int]
+    buddies: list[list[str]]
+    keepers: dict[int, list[str]]
+
+
+class Assign(Message, frozen=True):
+    """A warm worker becomes `rank`. `plan` is None only in the first generation of the job.
+
+    env: variables to set before the user's script starts (RANK, WORLD_SIZE, LOCAL_RANK, …).
+    store: host:port of the rendezvous store. faults: injections still to fire, as (id, text).
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    env: dict[str, str]
+    store: str
+    incarnation: int
+    faults: list[tuple[int, str]]
+    buddies: list[list[str]]
+    plan: Plan | None
+
+
+class Release(Message, frozen=True):
+    generation: int
+    cause: str
+
+
+class Resume(Message, frozen=True):
+    generation: int
+
+
+class InjectAck(Message, frozen=True):
+    """`fire` is False when the fault has been injected already elsewhere."""
+
+    fault: int
+    fire: bool
+
+
+class Warm(Message, frozen=True):
+    """To a warm worker: import these modules now."""
+
+    modules: list[str]
+
+
+class Bye(Message, frozen=True):
+    """Every rank has finished: exit with 0."""
+
+
+CoordinatorToWorker: TypeAlias = Plan | Assign | Release | Resume | InjectAck | Warm | Bye
+
+# --- supervisor <-> coordinator ---------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First frame of a supervisor. slots: how many ranks this node can hold."""
+
+    protocol: int
+    node: int
+    host: str
+    pid: int
+    slots: int
+    sidecars: str
+    """host:port of this node's sidecar server"""
+
+
+class Heartbeat(Message, frozen=True):
+    pass
+
+
+class WorkerExited(Message, frozen=True):
+    """A worker process ended (pidfd). returncode: as in subprocess, negative for a signal."""
+
+    slot: int
+    worker: str
+    returncode: int
+    hung: bool = False
+    """True when the supervisor killed it because it was stopped or silent for too long"""
+
+
+class FromWorker(Message, frozen=True):
+    slot: int
+    worker: str
+    message: WorkerMessage
+
+
+class ToWorker(Message, frozen=True):
+    worker: str
+    message: CoordinatorToWorker
+
+
+class Kill(Message, frozen=True):
+    """Fence: SIGKILL this worker now."""
+
+    worker: str
+
+
+class Shutdown(Message, frozen=True):
+    """End every worker and leave."""
+
+    reason: str
+
+
+SupervisorMessage: TypeAlias = Hello | Heartbeat | WorkerExited | FromWorker
+CoordinatorMessage: TypeAlias = ToWorker | Kill | Shutdown | Heartbeat

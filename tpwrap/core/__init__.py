@@ -1,0 +1,1 @@
+"""Decisions as pure functions and data: nothing here does I/O, and time is always an argument."""

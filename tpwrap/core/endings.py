@@ -1,0 +1,79 @@
+"""How jobs end when they cannot go on: (exit code, reason, traceback)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from tpwrap.control.messages import Failed
+from tpwrap.core.placement import Unplaceable
+from tpwrap.core.state import State
+
+Ending: TypeAlias = tuple[int, str, str]
+
+INTERNAL = 70
+OUT_OF_SPARES = 75
+SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def everyone_raised(state: State, now: float) -> Ending | None:
+    """All ranks failed by exception at nearly the same time: the script is at fault, not a slot."""
+    views = list(state.ranks.values())
+    first: Failed | None = None
+    first_at = now
+    for view in views:
+        if view.failed is None:
+            return None
+        recent = now - view.failed_at <= state.times.comm_error_grace
+        if view.live and not recent:
+            return None
+        if first is None or view.failed_at < first_at:
+            first, first_at = view.failed, view.failed_at
+    assert first is not None
+    what = "every rank failed" if len(views) > 1 else "the only rank failed"
+    return by_script(first, f"{what}: {first.error}")
+
+
+def by_script(failed: Failed, reason: str) -> Ending:
+    code = failed.exit_code if failed.exit_code > 0 else 1
+    return code, reason, failed.traceback
+
+
+def nobody_left(state: State) -> Ending | None:
+    """No survivor. None while nobody had anything to lose: then all start from the top of the script."""
+    losses = [view.loss for view in state.ranks.values() if view.loss is not None]
+    if losses and len(losses) == len(state.ranks) and all(loss.exited_with_0 for loss in losses):
+        return 0, "every rank ended with exit code 0 (without returning from its script)", ""
+    if not state.any_set_up:
+        return None
+    raised = sorted(
+        (view.failed_at, view.rank, view.failed) for view in state.ranks.values() if view.failed is not None
+    )
+    if raised:
+        _, rank, failed = raised[0]
+        return by_script(failed, f"rank {rank} failed and no rank is left to heal it from: {failed.error}")
+    causes = "; ".join(f"rank {view.rank}: {view.loss.cause}" for view in state.ranks.values() if view.loss)
+    return (
+        OUT_OF_SPARES,
+        f"every rank was lost at once, so no copy of the model is left ({causes}). "
+        "Start the job again from its last checkpoint",
+        "",
+    )
+
+
+def no_place(state: State, choice: Unplaceable) -> Ending:
+    """A lost rank has no slot: out of spares, or the script fails wherever it runs."""
+    view = state.ranks[choice.rank]
+    if choice.repeated and view.failed is not None:
+        return by_script(view.failed, f"{choice.reason}; giving up: the script is at fault")
+    return OUT_OF_SPARES, choice.reason, ""
+
+
+def sidecar_lost(rank: int, keepers: Sequence[int]) -> Ending:
+    where = ", ".join(map(str, keepers)) or "none"
+    return (
+        OUT_OF_SPARES,
+        f"rank {rank} cannot be restored: the nodes that kept its random state and data position are lost, "
+        f"too ({where}). Start the job again from its last checkpoint, with more spares to keep more copies",
+        "",
+    )

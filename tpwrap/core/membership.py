@@ -1,0 +1,401 @@
+"""Who is a member of the job, decided: `(state, observation, now) -> Transition`.
+
+The only place where anything about membership is decided. It does no I/O and reads no clock, so every
+interleaving can be tried (tests/core/test_model.py does). What a failure does step by step is in
+`tpwrap.core.recovery`; here are the observations and what each of them means in each stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tpwrap.control import messages as m
+from tpwrap.core import endings, events, placement, recovery
+from tpwrap.core.job import Job
+from tpwrap.core.state import (
+    Draft,
+    Exited,
+    FenceNode,
+    Heard,
+    Hint,
+    Injection,
+    Joined,
+    Loss,
+    Node,
+    NodeLost,
+    NodeStatus,
+    Observation,
+    Rank,
+    Said,
+    Stage,
+    State,
+    Stop,
+    Tick,
+    Transition,
+    Worker,
+)
+from tpwrap.core.timeouts import Timeouts
+
+HINT_ROUNDS = 5
+"""so many recoveries in a row at the same step without a known failure: the network will not heal"""
+
+
+def initial(job: Job, store: str, run_id: str, now: float, times: Timeouts | None = None) -> State:
+    """The state of a job before any supervisor has connected. store: host:port."""
+    ranks = {rank: Rank(rank, place) for rank, place in enumerate(placement.initial(job))}
+    return State(
+        job=job,
+        times=times or Timeouts.derive(job.failure_timeout),
+        store=store,
+        run_id=run_id,
+        stage=Stage.STARTING,
+        since=now,
+        last_tick=now,
+        nodes={node: Node(heard=now) for node in range(job.total_nodes)},
+        ranks=ranks,
+        awaiting=frozenset(ranks),
+    )
+
+
+def refusal(state: State, node: int, slots: int, protocol: int) -> str | None:
+    """Why a supervisor that says Hello may not join; None: it may."""
+    if protocol != m.PROTOCOL:
+        return (
+            f"this supervisor speaks protocol {protocol}, the coordinator {m.PROTOCOL}: "
+            "install the same tpwrap version on every node"
+        )
+    if state.ended:
+        return "the job has ended"
+    if node not in state.nodes:
+        return f"node {node} is not part of this job (nodes 0 to {state.job.total_nodes - 1})"
+    status = state.nodes[node].status
+    if status is NodeStatus.UP:
+        return f"node {node} is connected already"
+    if status is NodeStatus.DOWN:
+        return f"node {node} was given up; its ranks have moved"
+    if slots < state.job.nproc_per_node:
+        return f"node {node} has {slots} slots, the job needs {state.job.nproc_per_node} on each node"
+    return None
+
+
+def transition(state: State, observation: Observation, now: float) -> Transition:
+    """What `observation` changes and what is to be done about it. After the end: nothing."""
+    d = Draft(state, now)
+    if state.ended:
+        return d.done()
+    match observation:
+        case Joined():
+            _joined(d, observation)
+        case Heard(node):
+            _heard(d, node)
+        case NodeLost(node, how):
+            _node_lost(d, {node: how})
+        case Exited():
+            _exited(d, observation)
+        case Said():
+            _said(d, observation)
+        case Tick():
+            _tick(d)
+        case Stop(signal):
+            d.end(endings.SIGNALS.get(signal, 130), f"stopped by {signal}")
+    return d.done()
+
+
+# --- nodes -------------------------------------------------------------------------------------------
+
+
+def _joined(d: Draft, seen: Joined) -> None:
+    d.put_node(
+        seen.node, status=NodeStatus.UP, host=seen.host, slots=seen.slots, sidecars=seen.sidecars, heard=d.now
+    )
+    spare = d.state.job.is_spare_at_start(seen.node)
+    d.emit(events.NodeJoined(seen.node, seen.host, seen.pid, seen.slots, spare))
+    _start_again(d)
+
+
+def _start_again(d: Draft) -> None:
+    """What waited for the last supervisor to connect, or to be given up."""
+    if d.state.all_joined():
+        if d.state.stage is Stage.STARTING:
+            d.set(since=d.now)
+            _assign_first(d)
+        elif d.state.stage is Stage.RELEASING and not d.state.awaiting:
+            recovery.decide(d)
+
+
+def _heard(d: Draft, node: int) -> None:
+    if d.state.nodes[node].status is NodeStatus.UP:
+        d.put_node(node, heard=d.now)
+
+
+def _node_lost(d: Draft, lost: dict[int, str]) -> None:
+    lost = {node: how for node, how in lost.items() if d.state.nodes[node].status is not NodeStatus.DOWN}
+    failed: list[int] = []
+    for node, how in lost.items():
+        ranks = [rank for rank, view in d.state.ranks.items() if view.place[0] == node]
+        d.put_node(node, status=NodeStatus.DOWN)
+        d.emit(events.NodeDown(node, how, ranks))
+        d.actions.append(FenceNode(node, how))
+        for rank in ranks:
+            recovery.lose(d, rank, Loss("node", how), fence=False)
+        for worker in [one for one in d.state.workers.values() if one.node == node]:
+            d.drop_worker(worker.id)
+        failed += ranks
+        if not ranks:
+            d.emit(events.SpareLost(node, how, len(d.state.spare_nodes())))
+    if failed:
+        what = "; ".join(f"node {node} is lost ({how})" for node, how in lost.items())
+        recovery.begin(d, what)
+    elif d.state.stage in (Stage.RUNNING, Stage.RESUMING, Stage.RESTORING, Stage.STARTING):
+        _start_again(d)
+        _keep_buddies(d)
+    else:
+        _start_again(d)
+
+
+def _keep_buddies(d: Draft) -> None:
+    """A spare that dies idle disturbs nobody, unless it was the last to keep some rank's sidecar."""
+    exposed = recovery.without_buddy(d.state)
+    if exposed:
+        which = ", ".join(map(str, exposed))
+        recovery.begin(d, f"new buddies are needed: no node is left that keeps the sidecar of rank {which}")
+
+
+# --- workers -----------------------------------------------------------------------------------------
+
+
+def _exited(d: Draft, seen: Exited) -> None:
+    worker = d.state.workers.get(seen.worker)
+    if worker is None or worker.node != seen.node:
+        return  # fenced before, or never warm: its supervisor starts another one
+    if worker.rank is None:
+        d.drop_worker(worker.id)
+        return
+    if seen.hung:
+        cause = "its worker was stopped for too long and was killed"
+    elif seen.returncode < 0:
+        cause = f"its worker was killed by signal {-seen.returncode}"
+    else:
+        cause = f"its worker ended with exit code {seen.returncode} before its script was done"
+    _lose_processes(d, {worker.rank: Loss("process", cause, seen.returncode == 0)}, fence=False)
+
+
+def _lose_processes(d: Draft, losses: dict[int, Loss], fence: bool) -> None:
+    for rank, loss in losses.items():
+        recovery.lose(d, rank, loss, fence)
+    recovery.begin(d, "; ".join(f"rank {rank}: {loss.cause}" for rank, loss in losses.items()))
+
+
+def _said(d: Draft, seen: Said) -> None:
+    if d.state.nodes[seen.node].status is not NodeStatus.UP or seen.worker in d.state.gone:
+        return
+    message = seen.message
+    if isinstance(message, m.WarmReady):
+        _warm(d, seen, message)
+        return
+    worker = d.state.workers.get(seen.worker)
+    if worker is None or worker.node != seen.node:
+        return
+    if isinstance(message, m.Notice):
+        _notice(d, worker, message)
+        return
+    if worker.rank is None:
+        return  # only these two mean anything before a worker holds a rank
+    _rank_said(d, worker.rank, message)
+
+
+def _warm(d: Draft, seen: Said, message: m.WarmReady) -> None:
+    if seen.worker in d.state.workers or not 0 <= seen.slot < d.state.nodes[seen.node].slots:
+        return
+    d.put_worker(Worker(seen.worker, seen.node, seen.slot, message.pid, message.address))
+    if d.state.modules:
+        d.send(seen.worker, m.Warm(list(d.state.modules)))
+    if d.state.stage is Stage.STARTING:
+        _assign_first(d)
+    elif d.state.stage is Stage.PLACING:
+        recovery.plan_when_warm(d)
+
+
+def _assign_first(d: Draft) -> None:
+    """Generation 0: each rank as soon as its slot's worker is warm; they meet through the store."""
+    if not d.state.all_joined():
+        return  # buddies are named in the assignment
+    for rank in sorted(d.state.awaiting):
+        worker = d.state.warm_worker(d.state.ranks[rank].place)
+        if worker is None:
+            continue
+        if not d.state.ranks[rank].buddies:
+            recovery.name_buddies(d)
+        recovery.take(d, rank, worker.id)
+        d.put_rank(rank, live=True)
+        d.send(worker.id, recovery.assignment(d.state, rank, plan=None))
+        recovery.announce(d, rank)
+        if d.answered(rank):
+            d.enter(Stage.RUNNING, frozenset())
+
+
+def _notice(d: Draft, worker: Worker, message: m.Notice) -> None:
+    if message.text not in d.state.notices:  # all ranks tend to say the same
+        d.set(notices=d.state.notices | {message.text})
+        d.emit(events.Notice(message.level, message.text, worker.rank))
+
+
+def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
+    stage = d.state.stage
+    match message:
+        case m.Progress(step):
+            if step > d.state.ranks[rank].step:
+                d.put_rank(rank, step=step)
+        case m.SetupDone():
+            _set_up(d, rank, message)
+        case m.Injecting(fault):
+            _injecting(d, rank, fault)
+        case m.Finished(step):
+            _finished(d, rank, step)
+        case m.Failed():
+            _script_failed(d, rank, message)
+        case m.Unprotected(reason):
+            d.end(endings.INTERNAL, f"rank {rank} cannot be protected any further: {reason}")
+        case m.CommError(generation, error) if generation == d.state.generation:
+            _comm_error(d, rank, error)
+        case m.Released(generation, step) if generation == d.state.generation:
+            if stage is Stage.RELEASING and rank in d.state.awaiting:
+                recovery.released(d, rank, step)
+        case m.Ready(generation) if generation == d.state.generation:
+            if stage is Stage.RESTORING and rank in d.state.awaiting:
+                recovery.ready(d, rank, message)
+        case m.Resumed(generation) if generation == d.state.generation:
+            if stage is Stage.RESUMING and rank in d.state.awaiting:
+                recovery.resumed(d, rank, message)
+        case _:
+            pass  # of an older generation: dropped, never obeyed
+
+
+def _set_up(d: Draft, rank: int, message: m.SetupDone) -> None:
+    took = d.now - d.state.ranks[rank].assigned_at
+    d.set(any_set_up=True, setup_seconds=max(took, d.state.setup_seconds))
+    if d.state.ranks[rank].step < 0:
+        d.put_rank(rank, step=0)
+    new = [name for name in message.modules if name not in d.state.modules]
+    if new:
+        d.set(modules=(*d.state.modules, *new))
+        for worker in d.state.workers.values():
+            if worker.rank is None:
+                d.send(worker.id, m.Warm(new))
+
+
+def _injecting(d: Draft, rank: int, fault: int) -> None:
+    fire = 0 <= fault < len(d.state.job.faults) and fault not in d.state.fired
+    if fire:
+        node = d.state.ranks[rank].place[0]
+        d.set(
+            fired=d.state.fired | {fault},
+            injections=(*d.state.injections, Injection(d.now, rank, node)),
+        )
+        d.emit(events.FaultInjected(str(d.state.job.faults[fault]), rank, node))
+    d.send_rank(rank, m.InjectAck(fault, fire))
+
+
+def _finished(d: Draft, rank: int, step: int) -> None:
+    d.put_rank(rank, finished=True, step=max(step, d.state.ranks[rank].step))
+    if not all(view.finished for view in d.state.ranks.values()):
+        return
+    for other in d.state.ranks:
+        d.send_rank(other, m.Bye())
+    d.end(0, "every rank has finished")
+
+
+def _script_failed(d: Draft, rank: int, message: m.Failed) -> None:
+    d.put_rank(rank, failed=message, failed_at=d.now)
+    ending = endings.everyone_raised(d.state, d.now)
+    if ending is not None:
+        d.end(*ending)
+        return
+    recovery.lose(d, rank, Loss("process", message.error), fence=True, failed=message)
+    recovery.begin(d, f"rank {rank}: {message.error}")
+
+
+def _comm_error(d: Draft, rank: int, error: str) -> None:
+    # While survivors let go, or wait for a warm worker, nothing of the current generation can fail.
+    if d.state.hint is None and d.state.stage not in (Stage.RELEASING, Stage.PLACING):
+        d.set(hint=Hint(d.now, rank, error))
+
+
+# --- time --------------------------------------------------------------------------------------------
+
+
+def _tick(d: Draft) -> None:
+    late = d.now - d.state.last_tick > 3 * d.state.times.heartbeat
+    lost = d.now - d.state.last_tick
+    d.set(last_tick=d.now)
+    if late:
+        _forgive(d, lost)
+        return
+    if _silent_nodes(d):
+        return
+    hint = d.state.hint
+    if hint is not None and d.now - hint.since >= d.state.times.comm_error_grace:
+        _heal_without_death(d, hint)
+        return
+    _stage_deadline(d)
+
+
+def _forgive(d: Draft, lost: float) -> None:
+    """The coordinator itself was not running: the silence was its own, so nobody is blamed for it."""
+    for node in d.state.up_nodes():
+        d.put_node(node, heard=d.now)
+    hint = d.state.hint
+    d.set(since=d.state.since + lost, hint=hint and replace(hint, since=hint.since + lost))
+    d.say(f"the coordinator was held up for {lost:.1f} s; all deadlines start again")
+
+
+def _silent_nodes(d: Draft) -> bool:
+    limit, join = d.state.times.node_silence, d.state.times.join
+    lost: dict[int, str] = {}
+    for index, node in d.state.nodes.items():
+        silent = d.now - node.heard
+        if node.status is NodeStatus.UP and silent > limit:
+            lost[index] = f"its supervisor was silent for {silent:.1f} s"
+        elif node.status is NodeStatus.EXPECTED and silent > join:
+            lost[index] = f"its supervisor did not connect within {join:g} s"
+    if lost:
+        _node_lost(d, lost)
+    return bool(lost)
+
+
+def _heal_without_death(d: Draft, hint: Hint) -> None:
+    step = max(view.step for view in d.state.ranks.values())
+    rounds = d.state.hint_rounds + 1 if step == d.state.hint_step else 1
+    d.set(hint_step=step, hint_rounds=rounds)
+    if rounds > HINT_ROUNDS:
+        d.end(
+            endings.INTERNAL,
+            f"collectives fail again and again at step {step} though no rank has died; "
+            f"last, on rank {hint.rank}: {hint.error}",
+        )
+        return
+    recovery.begin(d, f"a collective failed on rank {hint.rank} and nobody has died: {hint.error}")
+
+
+def _stage_deadline(d: Draft) -> None:
+    times, waited = d.state.times, d.now - d.state.since
+    views = [d.state.ranks[rank] for rank in sorted(d.state.awaiting)]
+    if d.state.stage is Stage.RELEASING and waited > times.release:
+        cause = f"it did not let go of its communicators within {times.release:g} s"
+        if views:
+            _lose_processes(d, {view.rank: Loss("process", cause) for view in views}, fence=True)
+    elif d.state.stage is Stage.RESTORING:
+        # Set-up is the user's: how long it may take is known from the first time.
+        extra = 2 * d.state.setup_seconds
+        newcomers = [view for view in views if not view.live]
+        if newcomers and waited > times.restore + extra:
+            cause = f"its new worker was not ready within {times.restore + extra:.0f} s"
+            _lose_processes(d, {view.rank: Loss("process", cause) for view in newcomers}, fence=True)
+        elif waited > times.ready + extra:
+            cause = f"it did not rebuild its communicators within {times.ready + extra:.0f} s"
+            _lose_processes(d, {view.rank: Loss("process", cause) for view in views}, fence=True)
+    elif d.state.stage in (Stage.STARTING, Stage.PLACING) and waited > times.warm and d.state.all_joined():
+        cause = f"no worker became warm within {times.warm:g} s"
+        stuck = [view for view in views if d.state.warm_worker(view.place) is None]
+        if stuck:
+            _lose_processes(d, {view.rank: Loss("slot", cause) for view in stuck}, fence=False)

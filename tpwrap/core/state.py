@@ -1,0 +1,388 @@
+"""The state that membership decides on, what it observes and what it answers: data only.
+
+`State` is never changed in place. `Draft` collects the changes, actions and reasons of one transition.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from tpwrap.control.messages import (
+    CoordinatorToWorker,
+    Failed,
+    Plan,
+    Ready,
+    WorkerMessage,
+)
+from tpwrap.core import events
+from tpwrap.core.job import Job
+from tpwrap.core.placement import LossKind, Place
+from tpwrap.core.timeouts import Timeouts
+
+# --- what the coordinator observes -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A supervisor has connected."""
+
+    node: int
+    host: str
+    pid: int
+    slots: int
+    sidecars: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A sign of life of a supervisor."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """The supervisor's process or connection has ended: with it its node."""
+
+    node: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker process has ended."""
+
+    node: int
+    worker: str
+    returncode: int
+    hung: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """A worker has sent a message."""
+
+    node: int
+    slot: int
+    worker: str
+    message: WorkerMessage
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Someone wants the job to end: Ctrl-C or SIGTERM."""
+
+    signal: str
+
+
+Observation: TypeAlias = Joined | Heard | NodeLost | Exited | Said | Tick | Stop
+
+# --- what it answers -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    node: int
+    worker: str
+    message: CoordinatorToWorker
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """Fence one worker."""
+
+    node: int
+    worker: str
+
+
+@dataclass(frozen=True)
+class FenceNode:
+    """Fence a whole node: tell its supervisor to end everything, and listen to it no more."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Emit:
+    event: events.Event
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over; always the last action."""
+
+    exit_code: int
+    reason: str
+    traceback: str = ""
+
+
+Action: TypeAlias = Send | KillWorker | FenceNode | Emit | End
+
+
+# --- state -----------------------------------------------------------------------------------------
+
+
+class Stage(enum.Enum):
+    STARTING = "starting"
+    """generation 0: ranks are given out as workers become warm"""
+    RUNNING = "running"
+    RELEASING = "releasing"
+    """survivors let go of the old generation"""
+    PLACING = "placing"
+    """every lost rank has a slot; some slots have no warm worker yet"""
+    RESTORING = "restoring"
+    """members rebuild communicators and restore state"""
+    RESUMING = "resuming"
+    """all ranks are live; some have not said so yet"""
+    ENDED = "ended"
+
+
+class NodeStatus(enum.Enum):
+    EXPECTED = "expected"
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True)
+class Node:
+    status: NodeStatus = NodeStatus.EXPECTED
+    host: str = ""
+    slots: int = 0
+    sidecars: str = ""
+    heard: float = 0.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    id: str
+    node: int
+    slot: int
+    pid: int
+    address: str
+    rank: int | None = None
+    """None: warm and waiting"""
+
+
+@dataclass(frozen=True)
+class Loss:
+    kind: LossKind
+    cause: str
+    exited_with_0: bool = False
+
+
+@dataclass(frozen=True)
+class Rank:
+    rank: int
+    place: Place
+    worker: str | None = None
+    live: bool = False
+    """False: no worker, or a newcomer that has not caught up"""
+    finished: bool = False
+    step: int = -1
+    """last step known; -1: in set-up"""
+    incarnation: int = -1
+    assigned_at: float = 0.0
+    buddies: tuple[int, ...] = ()
+    keepers: tuple[int, ...] = ()
+    """nodes that have been its buddies, newest first: any of them may hold its sidecar"""
+    loss: Loss | None = None
+    """why it needs a new slot; None once it has one"""
+    strike_step: int = -2
+    strikes: int = 0
+    failed: Failed | None = None
+    """the last exception of its script, until the recovery from it is over"""
+    failed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A collective failed somewhere and nobody is known to be dead."""
+
+    since: float
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Injection:
+    at: float
+    rank: int
+    node: int
+
+
+@dataclass(frozen=True)
+class Failover:
+    """One pause of the job, from the first failure to the last Resumed; later failures fold into it."""
+
+    marks: tuple[tuple[str, float], ...]
+    """(stage, when it began), see `events.timeline`"""
+    origins: Mapping[int, Place] = field(default_factory=dict)
+    """rank that failed -> the slot it had first"""
+    reasons: tuple[str, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+    replayed: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    job: Job
+    times: Timeouts
+    store: str
+    run_id: str
+    stage: Stage
+    since: float
+    """when the stage began"""
+    last_tick: float
+    nodes: Mapping[int, Node]
+    ranks: Mapping[int, Rank]
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
+    """workers that ended or were fenced: whatever still arrives from them is dropped"""
+    bad_slots: frozenset[Place] = frozenset()
+    generation: int = 0
+    plan: Plan | None = None
+    awaiting: frozenset[int] = frozenset()
+    """ranks whose answer the stage needs (STARTING, PLACING: whose slot has no warm worker yet)"""
+    released: Mapping[int, int] = field(default_factory=dict)
+    ready: Mapping[int, Ready] = field(default_factory=dict)
+    failover: Failover | None = None
+    failovers: int = 0
+    hint: Hint | None = None
+    hint_step: int = -2
+    hint_rounds: int = 0
+    fired: frozenset[int] = frozenset()
+    injections: tuple[Injection, ...] = ()
+    modules: tuple[str, ...] = ()
+    """what warm workers should import"""
+    setup_seconds: float = 0.0
+    """longest set-up of any rank so far"""
+    any_set_up: bool = False
+    """some rank has been at a step boundary: there is state to lose"""
+    notices: frozenset[str] = frozenset()
+
+    @property
+    def ended(self) -> bool:
+        return self.stage is Stage.ENDED
+
+    def up_nodes(self) -> list[int]:
+        return [index for index, node in self.nodes.items() if node.status is NodeStatus.UP]
+
+    def all_joined(self) -> bool:
+        return all(node.status is not NodeStatus.EXPECTED for node in self.nodes.values())
+
+    def taken(self) -> set[Place]:
+        return {rank.place for rank in self.ranks.values()}
+
+    def free_slots(self) -> dict[int, list[int]]:
+        """node -> slots that are up, hold no rank and are not given up."""
+        taken = self.taken() | self.bad_slots
+        return {
+            node: [slot for slot in range(self.nodes[node].slots) if (node, slot) not in taken]
+            for node in self.up_nodes()
+        }
+
+    def spare_nodes(self) -> list[int]:
+        holding = {node for node, _ in self.taken()}
+        return [node for node in self.up_nodes() if node not in holding]
+
+    def warm_worker(self, place: Place) -> Worker | None:
+        for worker in self.workers.values():
+            if worker.rank is None and (worker.node, worker.slot) == place:
+                return worker
+        return None
+
+
+@dataclass(frozen=True)
+class Transition:
+    state: State
+    actions: list[Action]
+    reasons: list[str]
+    """what was decided and why, for the log"""
+
+
+class Draft:
+    """One transition in the making. Mappings are copied once, when first written to."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+        self.reasons: list[str] = []
+        self._own: dict[str, dict[Any, Any]] = {}
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+        for name in changes:
+            self._own.pop(name, None)
+
+    def _mapping(self, name: str) -> dict[Any, Any]:
+        if name not in self._own:
+            copy = dict(getattr(self.state, name))
+            self.set(**{name: copy})
+            self._own[name] = copy
+        return self._own[name]
+
+    def put_rank(self, rank: int, **changes: Any) -> None:
+        ranks = self._mapping("ranks")
+        ranks[rank] = replace(ranks[rank], **changes)
+
+    def put_node(self, node: int, **changes: Any) -> None:
+        nodes = self._mapping("nodes")
+        nodes[node] = replace(nodes[node], **changes)
+
+    def put_worker(self, worker: Worker) -> None:
+        self._mapping("workers")[worker.id] = worker
+
+    def drop_worker(self, worker: str) -> None:
+        self._mapping("workers").pop(worker, None)
+        self.set(gone=self.state.gone | {worker})
+
+    def put(self, mapping: str, key: int, value: object) -> None:
+        """For the small per-generation mappings `released` and `ready`."""
+        self._mapping(mapping)[key] = value
+
+    def enter(self, stage: Stage, awaiting: frozenset[int]) -> None:
+        self.set(stage=stage, since=self.now, awaiting=awaiting)
+
+    def answered(self, rank: int) -> bool:
+        """Take `rank` off the list; True when it was the last one."""
+        self.set(awaiting=self.state.awaiting - {rank})
+        return not self.state.awaiting
+
+    def send(self, worker: str, message: CoordinatorToWorker) -> None:
+        known = self.state.workers.get(worker)
+        if known is not None:
+            self.actions.append(Send(known.node, worker, message))
+
+    def send_rank(self, rank: int, message: CoordinatorToWorker) -> None:
+        worker = self.state.ranks[rank].worker
+        if worker is not None:
+            self.send(worker, message)
+
+    def emit(self, event: events.Event) -> None:
+        self.actions.append(Emit(event))
+
+    def say(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def end(self, exit_code: int, reason: str, traceback: str = "") -> None:
+        """End the job. Nothing may be added to the draft afterwards."""
+        if self.state.ended:
+            return
+        self.enter(Stage.ENDED, frozenset())
+        self.say(reason)
+        steps = max(0, *(rank.step for rank in self.state.ranks.values()))
+        self.emit(events.JobEnded(exit_code, reason, traceback, steps, self.state.failovers))
+        self.actions.append(End(exit_code, reason, traceback))
+
+    def done(self) -> Transition:
+        return Transition(self.state, self.actions, self.reasons)

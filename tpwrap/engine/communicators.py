@@ -1,0 +1,317 @@
+"""Process groups that keep their identity while what is inside them is rebuilt.
+
+`install` puts our constructor where torch looks for ProcessGroupGloo and ProcessGroupNCCL. Each process group that the
+script creates then holds one `JournaledBackend` for good; `Communicators` builds, aborts, probes and replaces the
+inner backend behind it, once per generation. Names, ranks and objects never change, so DDP's reducer, meshes and user
+code keep their references.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as torch_c10d
+from torch._C import _distributed_c10d as c10d
+
+from tpwrap.engine import _native, sockets
+from tpwrap.engine.inner import GlooInner, Inner, NcclInner, Place, abort_all, probe
+
+_RealGloo = c10d.ProcessGroupGloo
+_RealNccl = getattr(c10d, "ProcessGroupNCCL", None)
+
+
+class Aborted(RuntimeError):
+    """This generation was given up while we worked on it; the next plan is on its way."""
+
+
+@dataclass
+class Communicator:
+    """One process group and device type."""
+
+    name: str
+    index: int
+    """position among all that this process created: equal on every member that runs the same script"""
+    group: _native.Group
+    backend: _native.JournaledBackend
+    device: torch.device
+    timeout: dt.timedelta
+    nccl_options: Any
+    inner: Inner | None = None
+    generation: int = -1
+    """of `inner`, once it stands"""
+    building: threading.Lock = field(default_factory=threading.Lock)
+    """the script's thread and a recovery may both find that this group has to be built"""
+
+    def new_inner(self) -> Inner:
+        if self.backend.name() == "gloo":
+            return GlooInner(_RealGloo)
+        return NcclInner(self.nccl_options)
+
+
+@dataclass
+class _Generation:
+    """What one generation shares: a store client of its own, so that cutting its socket ends every rendezvous."""
+
+    number: int
+    store: dist.Store
+    port: int
+    aborted: threading.Event = field(default_factory=threading.Event)
+    inners: list[Inner] = field(default_factory=list)
+
+
+class Communicators:
+    """All communicators of this worker.
+
+    journal: the native journal. store: "host:port" of the job's store. connect_timeout: seconds to build one.
+    """
+
+    def __init__(self, journal: _native.Journal, store: str, connect_timeout: float) -> None:
+        self.journal = journal
+        self.all: list[Communicator] = []
+        self._store = store
+        self._connect_timeout = connect_timeout
+        self._lock = threading.Lock()
+        self._generation: _Generation | None = None
+        self._created = 0
+        self._records: list[list[list[torch.Tensor]]] = []
+        self.offline = False
+        """a newcomer before its point of entry: groups are created without an inner backend"""
+
+    # --- generations ------------------------------------------------------------------------------
+
+    def begin(self, generation: int) -> None:
+        """Enter `generation`: later builds meet under its keys."""
+        host, _, port = self._store.rpartition(":")
+        client = dist.TCPStore(
+            host,
+            int(port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=dt.timedelta(seconds=self._connect_timeout),
+        )
+        local = _local_port(client, int(port))
+        with self._lock:
+            if self._generation is not None and self._generation.number >= generation:
+                return
+            self._generation = _Generation(generation, client, local)
+
+    def abort(self, deadline: float) -> bool:
+        """Give up the current generation: every operation and every rendezvous in it fails at once."""
+        with self._lock:
+            generation = self._generation
+            if generation is None or generation.aborted.is_set():
+                return True
+            generation.aborted.set()
+            inners = list(generation.inners)
+        sockets.cut(lambda local, remote: local == generation.port)
+        return abort_all(inners, deadline)
+
+    def drop(self) -> None:
+        """Let go of the aborted inner backends (their threads are joined; nothing may be in flight)."""
+        for communicator in list(self.all):
+            communicator.inner = None
+            communicator.group.adopt(None)
+        with self._lock:
+            if self._generation is not None and self._generation.aborted.is_set():
+                self._generation.inners.clear()
+
+    # --- building ---------------------------------------------------------------------------------
+
+    def attach(self, communicator: Communicator) -> None:
+        """A process group was just created by the script: build its inner backend (unless offline)."""
+        self.all.append(communicator)
+        if communicator.index < len(self._records):
+            communicator.group.serve(self._records[communicator.index])
+        if self.offline:
+            return
+        generation = self._current()
+        try:
+            self._build(communicator, generation)
+        except RuntimeError:
+            if not generation.aborted.is_set():
+                raise
+            # A failure during the rendezvous: the script may go on, its operations queue up, and the recovery that is
+            # under way builds all attached groups, this one included.
+
+    def rebuild(self, groups: list[Communicator]) -> None:
+        """Build and probe the inner backends of the current generation for `groups`, all at once.
+
+        At once, because members may create groups in different order relative to a recovery: one that another member
+        has not come to yet must not keep the others waiting. Raises Aborted.
+        """
+        generation = self._current()
+        todo = [c for c in groups if c.generation < generation.number]
+        errors: list[BaseException] = []
+
+        def build(communicator: Communicator) -> None:
+            try:
+                self._build(communicator, generation)
+            except BaseException as error:
+                errors.append(error)
+
+        if len(todo) == 1:
+            build(todo[0])
+        else:
+            threads = [
+                threading.Thread(target=build, args=(c,), name="torchpass-build", daemon=True) for c in todo
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if errors:
+            if generation.aborted.is_set():
+                raise Aborted("the generation was given up during the rebuild")
+            raise errors[0]
+
+    def _build(self, communicator: Communicator, generation: _Generation) -> None:
+        with communicator.building:
+            if communicator.generation < generation.number:
+                self._build_locked(communicator, generation)
+
+    def _build_locked(self, communicator: Communicator, generation: _Generation) -> None:
+        inner = communicator.new_inner()
+        with self._lock:
+            if generation.aborted.is_set():
+                raise Aborted("the generation was given up")
+            generation.inners.append(inner)
+        group = communicator.group
+        prefix = f"g{generation.number}/{communicator.index}/{communicator.name}/{communicator.device.type}"
+        backend = inner.create(
+            Place(
+                dist.PrefixStore(prefix, generation.store),
+                group.rank,
+                group.size,
+                dt.timedelta(seconds=self._connect_timeout),
+                communicator.timeout,
+            )
+        )
+        probe(backend, group.rank, group.size, communicator.device)
+        if generation.aborted.is_set():
+            raise Aborted("the generation was given up")
+        communicator.inner = inner
+        communicator.generation = generation.number
+        group.adopt(backend)
+
+    def _current(self) -> _Generation:
+        with self._lock:
+            if self._generation is None:
+                raise RuntimeError("torchpass: a process group was created before this worker was assigned a rank")
+            return self._generation
+
+    # --- set-up record ----------------------------------------------------------------------------
+
+    def record(self) -> list[list[list[torch.Tensor]]]:
+        """Outputs of the collectives before the first step: by group, operation, tensor."""
+        return [communicator.group.record() for communicator in self.all]
+
+    def serve(self, records: list[list[list[torch.Tensor]]]) -> None:
+        """Answer the set-up's collectives from `records` in groups that are created from now on."""
+        self._records = records
+
+    def next_index(self) -> int:
+        self._created += 1
+        return self._created - 1
+
+
+def _local_port(client: dist.Store, store_port: int) -> int:
+    """The local port of a store client just made: the newest connection to the store's port."""
+    ports = []
+    for sock in sockets.own_sockets():
+        with sock:
+            try:
+                if sock.getpeername()[1] == store_port:
+                    ports.append((sock.fileno(), int(sock.getsockname()[1])))
+            except OSError:
+                continue
+    known = _known_store_ports
+    fresh = [port for _, port in ports if port not in known]
+    known.clear()
+    known.update(port for _, port in ports)
+    if len(fresh) != 1:
+        # Several at once only if user code connects to the same store in another thread at this very moment; cutting
+        # none of them merely means that a rendezvous ends by its own time-out.
+        return -1
+    return fresh[0]
+
+
+_known_store_ports: set[int] = set()
+
+
+def _backends(pg: dist.ProcessGroup) -> list[tuple[torch.device, Any]]:
+    return [(torch.device(device), pg._get_backend(torch.device(device))) for device in pg._device_types]
+
+
+# --- installation in torch ----------------------------------------------------------------------------
+
+
+def install(communicators: Communicators) -> None:
+    """Make torch build our backends. Call once, before the script creates a process group."""
+    journal = communicators.journal
+    made: list[Any] = []  # keeps the Python side of each backend, and with it what is noted on it, alive
+
+    class _Constructor(type):
+        name: str
+        real: Any
+
+        def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            group = journal.group("", rank, size, cls.name != "gloo")
+            backend = _native.JournaledBackend(group, cls.name)
+            options = args[0] if args else kwargs.get("options")
+            backend.options = SimpleNamespace() if cls.name == "gloo" else options
+            backend.timeout = kwargs.get("timeout") or getattr(options, "_timeout", None)
+            backend.group = group
+            made.append(backend)
+            return backend
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            if isinstance(instance, _native.JournaledBackend):
+                return bool(instance.name() == cls.name)
+            return cls.real is not None and isinstance(instance, cls.real)
+
+        def __getattr__(cls, attribute: str) -> Any:
+            return getattr(cls.real, attribute)
+
+    class ProcessGroupGloo(metaclass=_Constructor):
+        name = "gloo"
+        real = _RealGloo
+
+    class ProcessGroupNCCL(metaclass=_Constructor):
+        name = "nccl"
+        real = _RealNccl
+
+    torch_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc,assignment]
+    if _RealNccl is not None:
+        torch_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
+
+    original = torch_c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        pg, store = original(*args, **kwargs)
+        if isinstance(pg, dist.ProcessGroup):
+            # "gloo" names one backend for several device types.
+            backends = {id(b): (b, device) for device, b in _backends(pg)}
+            for backend, device in backends.values():
+                if isinstance(backend, _native.JournaledBackend):
+                    communicators.attach(
+                        Communicator(
+                            name=pg.group_name,
+                            index=communicators.next_index(),
+                            group=backend.group,
+                            backend=backend,
+                            device=torch.device("cpu") if backend.name() == "gloo" else device,
+                            timeout=backend.timeout or torch_c10d.default_pg_timeout,
+                            nccl_options=backend.options,
+                        )
+                    )
+        return pg, store
+
+    torch_c10d._new_process_group_helper = helper

@@ -1,0 +1,116 @@
+"""How a newcomer becomes live: fetch its sidecar, copy a replica, build communicators, verify, wait for the word."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from tpwrap.control.messages import Plan, Ready, Resumed, Unprotected
+from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.engine import ddp, sidecar, transfer
+from tpwrap.engine.communicators import Aborted
+from tpwrap.engine.state import StateError
+
+if TYPE_CHECKING:
+    from tpwrap.engine.runtime import Runtime
+    from tpwrap.engine.steps import Steps
+
+
+def setup_record(runtime: Runtime, plan: Plan) -> bytes:
+    """The results of the collectives that the failed rank ran before its first step."""
+    return _fetch(runtime, plan, SETUP_STEP)
+
+
+def sidecar_of(runtime: Runtime, plan: Plan) -> dict[str, Any]:
+    """The failed rank's sidecar for the plan's step."""
+    return sidecar.decode(_fetch(runtime, plan, plan.step))
+
+
+def _fetch(runtime: Runtime, plan: Plan, step: int) -> bytes:
+    try:
+        return sidecar.fetch(
+            plan.keepers[runtime.rank], runtime.key, runtime.rank, step, runtime.timeouts.release
+        )
+    except sidecar.SidecarLost as lost:
+        raise _give_up(runtime, str(lost)) from lost
+
+
+def join(runtime: Runtime, steps: Steps, step: int) -> bool:
+    """Become live right after update `step`. False when the survivors are further: run one more offline body.
+
+    Starts over with each new plan: a failure during a recovery gives this newcomer another generation, other sources,
+    perhaps a later step.
+    """
+    while True:
+        plan = runtime.wait_plan()
+        if step < plan.step:
+            return False
+        try:
+            restored, scalars = _enter(runtime, steps, plan)
+        except (Aborted, OSError, RuntimeError) as error:
+            if isinstance(error, StateError):
+                raise _give_up(runtime, str(error)) from error
+            # A source or a member is gone. Whoever noticed first tells the coordinator; the next plan follows.
+            if not runtime.wait_new_generation(plan.generation):
+                raise
+            runtime.communicators.drop()
+            continue
+        began = time.monotonic()
+        steps.entered(plan.step, restored, scalars)
+        runtime.enter_live()
+        runtime.send(Resumed(plan.generation, {"enter": time.monotonic() - began}, 0))
+        return True
+
+
+def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], bytes]:
+    clock = _Stages()
+    runtime.injector.at("recovery", plan.step, "restore")
+    if not runtime.bucket_phase_done:
+        ddp.finish_bucket_phase(plan.step)
+        runtime.bucket_phase_done = True
+    blob = _fetch(runtime, plan, plan.step)
+    restored = sidecar.decode(blob)
+    inventory, moved = transfer.restore(
+        steps.state,
+        [plan.members[rank] for rank in plan.sources],
+        runtime.key,
+        plan.generation,
+        plan.step,
+        runtime.timeouts.release,
+        lambda: runtime.generation != plan.generation,
+    )
+    clock.lap("restore")
+    runtime.communicators.begin(plan.generation)
+    runtime.communicators.rebuild(runtime.communicators.all)
+    clock.lap("rebuild")
+    runtime.publisher.adopt(plan.step, blob)
+    runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank])
+    runtime.publisher.wait(runtime.timeouts.release)
+    runtime.injector.at("recovery", plan.step, "verify")
+    digest = steps.state.digest(inventory.scalars)
+    clock.lap("verify")
+    runtime.send(
+        Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {**clock.laps, "bytes": float(moved)})
+    )
+    runtime.wait_resume(plan.generation)
+    runtime.injector.at("recovery", plan.step, "resume")
+    return restored, inventory.scalars
+
+
+def _give_up(runtime: Runtime, reason: str) -> RuntimeError:
+    runtime.send(Unprotected(reason))
+    runtime.wait_for_end()
+    return RuntimeError(reason)
+
+
+class _Stages:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now

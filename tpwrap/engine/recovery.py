@@ -1,0 +1,136 @@
+"""A survivor's side of a recovery: release, rebuild, verify, resume. Runs in a thread of its own.
+
+The training thread needs no part in it: it is blocked in a collective whose future is incomplete, or runs on until its
+next collective or the commit gate.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from tpwrap.control.messages import Plan, Ready, Release, Released, Resume, Resumed, Unprotected
+from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.engine.communicators import Aborted
+from tpwrap.engine.transfer import Offer
+
+if TYPE_CHECKING:
+    from tpwrap.engine.runtime import Runtime
+
+
+class Recovery:
+    """Handles Release, Plan and Resume in order. A message of a generation that is no longer current is skipped."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._queue: queue.SimpleQueue[Release | Plan | Resume] = queue.SimpleQueue()
+        self._plan: Plan | None = None
+        threading.Thread(target=self._run, name="torchpass-recovery", daemon=True).start()
+
+    def post(self, message: Release | Plan | Resume) -> None:
+        self._queue.put(message)
+
+    def _run(self) -> None:
+        while True:
+            message = self._queue.get()
+            if message.generation != self._runtime.generation:
+                continue
+            try:
+                if isinstance(message, Release):
+                    self._release(message)
+                elif isinstance(message, Plan):
+                    self._rebuild(message)
+                else:
+                    self._resume(message)
+            except BaseException as error:
+                if isinstance(error, (Aborted, OSError, RuntimeError)) and self._overtaken(message.generation):
+                    continue  # given up in the middle of it: the next Release is in the queue
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(70)  # a worker that cannot recover counts as failed itself, and is replaced
+
+    def _overtaken(self, generation: int) -> bool:
+        """Whether this generation has been (or, after a communication error, shortly is) given up."""
+        return self._runtime.wait_new_generation(generation)
+
+    def _release(self, message: Release) -> None:
+        runtime = self._runtime
+        began = time.monotonic()
+        runtime.injector.at("recovery", runtime.step, "release")
+        runtime.gate.settle()
+        # Before buffers are used again: an inner operation that is still running may write into them.
+        if not runtime.journal.drain(runtime.timeouts.release):
+            print("torchpass: communicators could not be drained; this worker gives up", file=sys.stderr)
+            os._exit(70)
+        runtime.communicators.drop()
+        runtime.send(Released(message.generation, runtime.step, time.monotonic() - began))
+
+    def _rebuild(self, plan: Plan) -> None:
+        runtime = self._runtime
+        self._plan = plan
+        steps = runtime.steps
+        if not runtime.journal.replayable(plan.step):
+            runtime.send(
+                Unprotected(
+                    "the collectives of one step need more memory for replay than allowed; raise "
+                    "TORCHPASS_REPLAY_BUDGET_MB"
+                )
+            )
+            return
+        runtime.communicators.begin(plan.generation)
+        runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank])
+        if plan.step == SETUP_STEP:
+            return  # the newcomer runs its script live from the start and builds the groups as it comes to them
+        digest = ""
+        if steps is not None and steps.step == plan.step:
+            scalars = steps.scalars[plan.step]
+            runtime.state_server.offer = Offer(plan.generation, plan.step, steps.state, scalars)
+            digest = steps.state.digest(scalars)
+        began = time.monotonic()
+        runtime.injector.at("recovery", runtime.step, "rebuild")
+        at_setup = runtime.communicators.all[: runtime.groups_at_setup]
+        later = runtime.communicators.all[runtime.groups_at_setup :]
+        if later:
+            threading.Thread(
+                target=self._rebuild_later, args=(later,), name="torchpass-later", daemon=True
+            ).start()
+        runtime.communicators.rebuild(at_setup)
+        rebuilt = time.monotonic()
+        runtime.injector.at("recovery", runtime.step, "verify")
+        runtime.publisher.wait(runtime.timeouts.release)
+        runtime.send(
+            Ready(
+                plan.generation,
+                runtime.step,
+                digest,
+                runtime.layout if plan.step >= 2 else "",
+                {"rebuild": rebuilt - began, "verify": time.monotonic() - rebuilt},
+            )
+        )
+
+    def _rebuild_later(self, later: list[object]) -> None:
+        """Groups that the script created in the middle of training: the newcomer creates them when it gets there."""
+        try:
+            self._runtime.communicators.rebuild(later)  # type: ignore[arg-type]
+        except RuntimeError:
+            pass  # given up; the next plan builds them
+
+    def _resume(self, message: Resume) -> None:
+        runtime, plan = self._runtime, self._plan
+        if plan is None or plan.generation != message.generation:
+            return
+        began = time.monotonic()
+        runtime.injector.at("recovery", runtime.step, "resume")
+        runtime.state_server.offer = None
+        runtime.journal.replay(plan.step)
+        runtime.gate.open()
+        if plan.step == SETUP_STEP:
+            runtime.communicators.rebuild(runtime.communicators.all)  # each group replays as soon as it stands
+        if runtime.journal.wait_replayed(runtime.timeouts.ready):
+            replayed = runtime.journal.stats()["replayed"]
+            runtime.send(Resumed(message.generation, {"replay": time.monotonic() - began}, replayed))

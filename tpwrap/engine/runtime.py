@@ -1,0 +1,226 @@
+"""The engine of one worker: what it is made of, and how messages reach the parts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from tpwrap.control.messages import (
+    Assign,
+    Bye,
+    CommError,
+    CoordinatorToWorker,
+    InjectAck,
+    Plan,
+    Progress,
+    Release,
+    Resume,
+    SetupDone,
+    WorkerMessage,
+)
+from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.core.timeouts import Timeouts
+from tpwrap.engine import _native, communicators, ddp, steps
+from tpwrap.engine.communicators import Aborted, Communicators
+from tpwrap.engine.gate import CommitGate
+from tpwrap.engine.injector import Injector
+from tpwrap.engine.link import Link
+from tpwrap.engine.recovery import Recovery
+from tpwrap.engine.sidecar import Publisher
+from tpwrap.engine.transfer import StateServer
+
+if TYPE_CHECKING:
+    from tpwrap.engine.steps import Steps
+
+_current: Runtime | None = None
+_PROGRESS_PERIOD = 0.25
+_RECORD_BYTES = 64 << 20
+"""of set-up results; what does not fit (initial parameters, as a rule) comes from a replica anyway"""
+
+
+def current() -> Runtime | None:
+    """The engine of this process; None without tpwrap."""
+    return _current
+
+
+class Runtime:
+    """Everything the engine holds in this worker, once it has a rank.
+
+    live: this worker takes part in collectives for real. A newcomer is not live before its point of entry.
+    """
+
+    def __init__(
+        self, link: Link, state_server: StateServer, key: bytes, timeouts: Timeouts, assign: Assign
+    ) -> None:
+        global _current
+        self.rank = assign.rank
+        self.generation = assign.generation
+        self.entry = assign.plan
+        """the plan with which this worker entered a running job"""
+        self.live = assign.plan is None or assign.plan.step == SETUP_STEP
+        self.key = key
+        self.timeouts = timeouts
+        self.state_server = state_server
+        self.gate = CommitGate()
+        budget = int(os.environ.get("TORCHPASS_REPLAY_BUDGET_MB", "2048")) << 20
+        self.journal = _native.Journal(assign.world_size, budget, _RECORD_BYTES)
+        self.communicators = Communicators(self.journal, assign.store, timeouts.ready)
+        self.publisher = Publisher(self.journal, key, assign.rank, timeouts.release)
+        self.injector = Injector(assign.faults, self.send)
+        self.steps: Steps | None = None
+        self.groups_at_setup = 0
+        self.bucket_phase_done = False
+        self.layout = ""
+        self._link = link
+        self._changed = threading.Condition()
+        self._plan = assign.plan
+        self._resumed = -1
+        self._finished = threading.Event()
+        self._last_progress = 0.0
+        self._modules_before = set(sys.modules)
+        self._recovery = Recovery(self)
+        self.publisher.connect(assign.generation, assign.buddies[assign.rank])
+        if self.live:
+            self.communicators.begin(assign.generation)
+            self.journal.go_live()
+        else:
+            self.communicators.offline = True
+            self.journal.go_offline()
+        communicators.install(self.communicators)
+        ddp.install()
+        steps.install_backward_hook(self)
+        threading.Thread(target=self._watch_failures, name="torchpass-watch", daemon=True).start()
+        _current = self
+
+    @property
+    def step(self) -> int:
+        return SETUP_STEP if self.steps is None else self.steps.step
+
+    def attach(self, session_steps: Steps) -> None:
+        if self.steps is not None:
+            raise RuntimeError("tpwrap.session() was called twice; one session serves the whole script")
+        self.steps = session_steps
+
+    # --- to the coordinator -----------------------------------------------------------------------
+
+    def send(self, message: WorkerMessage) -> None:
+        self._link.send(message)
+
+    def setup_done(self) -> None:
+        """The first step boundary is passed: the script has made what it trains with."""
+        self.groups_at_setup = len(self.communicators.all)
+        self.send(SetupDone(self.generation, sorted(_importable(set(sys.modules) - self._modules_before))))
+
+    def progress(self, step: int) -> None:
+        """Runs in the training thread at every commit."""
+        if step == 2:
+            self.layout = ddp.layout(step)
+        now = time.monotonic()
+        if now - self._last_progress >= _PROGRESS_PERIOD:
+            self._last_progress = now
+            self.send(Progress(step))
+
+    # --- from the coordinator (link thread) -------------------------------------------------------
+
+    def handle(self, message: CoordinatorToWorker) -> None:
+        if isinstance(message, Release):
+            self._release(message)
+        elif isinstance(message, Plan):
+            if message.generation == self.generation:
+                with self._changed:
+                    self._plan = message
+                    self._changed.notify_all()
+                if self.live:
+                    self._recovery.post(message)
+        elif isinstance(message, Resume):
+            with self._changed:
+                self._resumed = message.generation
+                self._changed.notify_all()
+            if self.live:
+                self._recovery.post(message)
+        elif isinstance(message, InjectAck):
+            self.injector.answer(message)
+        elif isinstance(message, Bye):
+            self._finished.set()
+
+    def _release(self, message: Release) -> None:
+        if message.generation <= self.generation:
+            return
+        self.gate.close()
+        self.journal.suspend(message.cause)
+        with self._changed:
+            self.generation = message.generation
+            self._plan = None
+            self._changed.notify_all()
+        if not self.communicators.abort(self.timeouts.release):
+            print("torchpass: communicators could not be aborted; this worker gives up", file=sys.stderr)
+            os._exit(70)
+        if self.live:
+            self._recovery.post(message)
+
+    def _watch_failures(self) -> None:
+        while True:
+            error = self.journal.wait_failure(3600.0)
+            if error:
+                self.send(CommError(self.generation, error.splitlines()[0][:300]))
+
+    # --- waiting (training thread of a newcomer, recovery thread) ---------------------------------
+
+    def wait_plan(self) -> Plan:
+        with self._changed:
+            self._changed.wait_for(lambda: self._plan is not None)
+            assert self._plan is not None
+            return self._plan
+
+    def wait_resume(self, generation: int) -> None:
+        """Raises Aborted when the generation is given up first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._resumed >= generation or self.generation != generation)
+            if self.generation != generation:
+                raise Aborted("the generation was given up before it went live")
+
+    def wait_new_generation(self, generation: int) -> bool:
+        """Whether `generation` is given up within the time in which its failure must become known."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.generation > generation, self.timeouts.ready)
+
+    def enter_live(self) -> None:
+        """A newcomer's last step: from here on its collectives are real and it is a survivor of later failures."""
+        self.groups_at_setup = len(self.communicators.all)
+        self.communicators.offline = False
+        with self._changed:
+            self.live = True
+            overtaken = self.generation
+        self.journal.go_live()
+        if overtaken == self._resumed:
+            self.gate.open()
+        else:
+            # A new failure between Resume and here: we were told to release while we did not count as live yet.
+            self._recovery.post(Release(overtaken, "failure while entering"))
+            self.journal.suspend("failure while entering")
+        self.layout = ddp.layout(self.step)
+
+    def finish(self, step: int) -> None:
+        from tpwrap.control.messages import Finished
+
+        self.send(Finished(step))
+        self._finished.wait()
+        self._link.closing = True
+
+    def wait_for_end(self) -> None:
+        """The job is about to be ended for a reason that was sent: do nothing more until then."""
+        threading.Event().wait(self.timeouts.ready)
+
+
+def _importable(names: set[str]) -> set[str]:
+    """Those modules that a warm process can import beforehand: installed ones, not the user's own scripts."""
+    found = set()
+    for name in names:
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file and ("site-packages" in file or "dist-packages" in file) and getattr(module, "__spec__", None):
+            found.add(name)
+    return found

@@ -1,0 +1,101 @@
+"""A rank's own small state, which no replica has, made durable at its buddies (the durability rule).
+
+The sidecar of step k holds what a newcomer needs, beside a replica's tensors, to go on right after update k: random
+generators, the place in the data, rank-local buffers (BatchNorm statistics), registered state, and the losses of the
+step's batches. It is published at the start of the step's last backward, that is *before* the rank's last
+contribution to update k: otherwise survivors could apply k while the only copy of the dead rank's state is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any
+
+from tpwrap.control import sidecars
+from tpwrap.engine import _native, encoding
+
+
+class SidecarLost(RuntimeError):
+    """No buddy that is left holds what a newcomer needs."""
+
+
+class Publisher:
+    """Sends this rank's blobs to its buddies and keeps the newest, so that new buddies can be given them."""
+
+    def __init__(self, journal: _native.Journal, key: bytes, rank: int, timeout: float) -> None:
+        self._native = _native.Buddies(journal)
+        self._key = key
+        self._rank = rank
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._addresses: list[str] = []
+        self._kept: dict[int, bytes] = {}
+        self._sequence = 0
+        self.generation = 0
+
+    def publish(self, step: int, blob: bytes) -> None:
+        """Send; collectives are held (in C++) until every live buddy has it. Does not wait."""
+        with self._lock:
+            self._kept[step] = blob
+            for old in sorted(s for s in self._kept if s != sidecars.SETUP_STEP)[:-2]:
+                del self._kept[old]
+            self._send(step, blob)
+
+    def connect(self, generation: int, addresses: list[str]) -> None:
+        """Use the buddies at `addresses` from now on, and give them what we keep. A buddy that cannot be reached is
+        left out: its node is about to be found dead, and the next generation names another."""
+        with self._lock:
+            self.generation = generation
+            if addresses == self._addresses:
+                return
+            self._native.clear()
+            self._addresses = addresses
+            for address in addresses:
+                with contextlib.suppress(OSError):
+                    connection = sidecars.connect(address, self._key, b"P", self._timeout)
+                    self._native.add(os.dup(connection.fileno()))
+                    connection.close()
+            for step, blob in sorted(self._kept.items()):
+                self._send(step, blob)
+
+    def wait(self, seconds: float) -> None:
+        """Until every live buddy has what was published last. Raises TimeoutError."""
+        if not self._native.wait(seconds):
+            raise TimeoutError(f"a buddy did not acknowledge within {seconds:g} s")
+
+    def adopt(self, step: int, blob: bytes) -> None:
+        """A newcomer keeps what it was restored from: it may have to be restored again."""
+        with self._lock:
+            self._kept[step] = blob
+
+    def _send(self, step: int, blob: bytes) -> None:
+        self._sequence += 1
+        put = sidecars.Put(self._sequence, self._rank, self.generation, step, blob)
+        self._native.publish(self._sequence, sidecars.frame(put))
+
+
+def fetch(keepers: list[str], key: bytes, rank: int, step: int, timeout: float) -> bytes:
+    """A rank's blob for `step` from the first keeper that has it. Raises SidecarLost."""
+    problems = []
+    for address in keepers:
+        try:
+            blob = sidecars.fetch(address, key, rank, step, timeout)
+        except OSError as error:
+            problems.append(f"{address}: {error}")
+            continue
+        if blob is not None:
+            return blob
+        problems.append(f"{address}: has none")
+    what = "set-up record" if step == sidecars.SETUP_STEP else f"state of step {step}"
+    raise SidecarLost(f"the {what} of rank {rank} is lost ({'; '.join(problems) or 'no buddy is left'})")
+
+
+def encode(state: dict[str, Any]) -> bytes:
+    return encoding.encode(state)
+
+
+def decode(blob: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = encoding.decode(blob)
+    return state

@@ -1,0 +1,143 @@
+"""What a replica can give to a newcomer: parameters, optimizer state, and the scalars around them.
+
+Tensors are named, so that source and newcomer agree without exchanging objects:
+`model/<parameter>` and `optimizer/<group>.<position>/<key>`. Scalars (learning rates and all other param_group
+entries, scheduler state, optimizer entries that are no tensors) move by value.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+
+from tpwrap.engine import _native, encoding
+
+
+class StateError(RuntimeError):
+    """Source and newcomer do not hold the same set of state."""
+
+
+class ReplicaState:
+    """The replicated state behind a session. All methods expect that nobody changes it meanwhile (commit gate)."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every replicated tensor by name, in an order that is equal on all replicas."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"model/{name}"] = parameter.detach()
+        for place, parameter in self._optimized():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer/{place}/{key}"] = value.detach()
+        return found
+
+    def digests(self) -> dict[str, str]:
+        tensors = self.tensors()
+        return dict(zip(tensors, _native.digests(list(tensors.values())), strict=True))
+
+    def scalars(self) -> bytes:
+        """Encoded scalars; taken at every commit, because a scheduler changes them right after it."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params" and _plain(value)}
+            for group in self.optimizer.param_groups
+        ]
+        entries = {
+            place: {
+                key: value
+                for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
+                if not isinstance(value, torch.Tensor) and _plain(value)
+            }
+            for place, parameter in self._optimized()
+        }
+        entries = {place: values for place, values in entries.items() if values}
+        scheduler = (
+            {key: value for key, value in self.scheduler.state_dict().items() if _plain(value)}
+            if self.scheduler is not None
+            else None
+        )
+        return encoding.encode({"groups": groups, "entries": entries, "scheduler": scheduler})
+
+    def restore_scalars(self, data: bytes) -> None:
+        """Raises StateError where the optimizer has other param_groups than the source's."""
+        scalars = encoding.decode(data)
+        if len(scalars["groups"]) != len(self.optimizer.param_groups):
+            raise StateError(
+                f"the optimizer has {len(self.optimizer.param_groups)} param_groups here and "
+                f"{len(scalars['groups'])} on its replicas"
+            )
+        for group, values in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)  # the tensor may be captured elsewhere
+                else:
+                    group[key] = value
+        parameters = dict(self._optimized())
+        for place, values in scalars["entries"].items():
+            self.optimizer.state[parameters[place]].update(values)
+        if self.scheduler is not None and scalars["scheduler"] is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(scalars["scheduler"]))
+
+    def allocate(self, manifest: list[tuple[str, str, list[int]]]) -> None:
+        """Create optimizer state that the source has and we do not (it is made lazily, in the first real step), and
+        drop what only we have. Raises StateError when the model itself differs."""
+        mine = self.tensors()
+        parameters = dict(self._optimized())
+        wanted = {name for name, _, _ in manifest}
+        for name, dtype, shape in manifest:
+            have = mine.get(name)
+            fits = have is not None and list(have.shape) == shape and encoding.dtype_name(have.dtype) == dtype
+            if fits:
+                continue
+            part, place, key = (name.split("/", 2) + ["", ""])[:3]
+            if part != "optimizer" or place not in parameters:
+                what = "is missing here" if have is None else f"is {list(have.shape)} {have.dtype} here"
+                raise StateError(f"{name} {what}, but {shape} {dtype} on its replicas")
+            parameter = parameters[place]
+            # A step counter lives on the CPU whatever the parameter's device, unless the optimizer is capturable.
+            device = parameter.device if shape == list(parameter.shape) or self._capturable() else "cpu"
+            self.optimizer.state[parameter][key] = torch.empty(
+                shape, dtype=encoding.dtype_of(dtype), device=device
+            )
+        for name in mine.keys() - wanted:
+            part, place, key = (name.split("/", 2) + ["", ""])[:3]
+            if part == "model":
+                raise StateError(f"{name} exists here but not on its replicas")
+            del self.optimizer.state[parameters[place]][key]
+
+    def manifest(self) -> list[tuple[str, str, list[int]]]:
+        """(name, dtype, shape) of every tensor."""
+        return [(n, encoding.dtype_name(t.dtype), list(t.shape)) for n, t in self.tensors().items()]
+
+    def digest(self, scalars: bytes) -> str:
+        """One digest over all tensors and `scalars`: equal on all replicas at the same step."""
+        total = hashlib.sha256(scalars)
+        for name, digest in self.digests().items():
+            total.update(f"{name}={digest}\n".encode())
+        return total.hexdigest()[:32]
+
+    def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [
+            (f"{g}.{p}", parameter)
+            for g, group in enumerate(self.optimizer.param_groups)
+            for p, parameter in enumerate(group["params"])
+        ]
+
+    def _capturable(self) -> bool:
+        return any(bool(group.get("capturable")) for group in self.optimizer.param_groups)
+
+
+def _plain(value: Any) -> bool:
+    """Whether `encoding` takes it (a scheduler's state may hold functions, which both sides have anyway)."""
+    try:
+        encoding.encode(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,276 @@
+"""Steps as the engine sees them: boundaries, publication, commit, and a newcomer's way to its step.
+
+A newcomer that enters at step k >= 1 runs the loop body of the last committed step (k-1) once *offline*: collectives
+answer at once with its own data, and what the body computes is thrown away. This puts DDP's buckets into the phase that
+the survivors' are in, imports whatever the first backward imports, and brings the Python stack to the exit of
+optimizer.step() number k, where the newcomer's state is set to the real one and it goes live. The rest of the body
+(scheduler, log lines) is the survivors' present, and runs for real.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpwrap.control.messages import Notice
+from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.engine import ddp, encoding, join, randomness, sidecar
+from tpwrap.engine.data import Origin, iterator_at
+from tpwrap.engine.state import ReplicaState
+
+if TYPE_CHECKING:
+    from tpwrap.engine.runtime import Runtime
+    from tpwrap.engine.session import Batches, Session
+
+_LATE_CHECKS = 20
+"""steps in which the engine looks whether random state moved between backward and the end of the update"""
+
+
+class Steps:
+    """The engine's side of a session."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        session: Session,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any | None,
+    ) -> None:
+        self.state = ReplicaState(model, optimizer, scheduler)
+        self.scalars: dict[int, bytes] = {}
+        """encoded scalars as of the newest two commits"""
+        self._runtime = runtime
+        self._session = session
+        self._model = model
+        self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
+        self._begun = False
+        self._fresh = True
+        """the next batch is the first one of a step"""
+        self._origin: Origin | None = None
+        self._losses: list[torch.Tensor] = []
+        self._published: dict[str, Any] | None = None
+        self._told: set[str] = set()
+        self._offline: dict[str, Any] | None = None
+        """the sidecar that the offline body is fed with; None when live"""
+        self._losses_fed = 0
+        runtime.attach(self)
+        if not runtime.live:
+            self._go_offline()
+        self._wrap(optimizer)
+        self._inject_hooks()
+        runtime.injector.at("setup", SETUP_STEP)
+
+    @property
+    def step(self) -> int:
+        """Updates applied by this rank, -1 before its first step boundary."""
+        return self._session.step if self._begun else SETUP_STEP
+
+    # --- the way in -------------------------------------------------------------------------------
+
+    def _go_offline(self) -> None:
+        """A newcomer: unless it enters before the first batch, the body of the last committed step comes first."""
+        plan = self._runtime.wait_plan()
+        if plan.step >= 1:
+            self._offline = join.sidecar_of(self._runtime, plan)
+            self._session.step = plan.step - 1
+
+    def first_epoch(self, start: int) -> int:
+        if self._offline is None:
+            return start
+        return Origin.unpack(self._offline["origin"]).epoch
+
+    def before_batch(self, batches: Batches) -> None:
+        """At every `next()` of a pass. Raises StopIteration for a pass that was over before a newcomer's entry."""
+        if not self._begun and self._offline is None:
+            self._begin()
+        if self._offline is not None:
+            self._begun = True
+            origin = Origin.unpack(self._offline["origin"])
+            if batches.iterator is None and self._fresh:
+                if batches.passes < origin.passes:
+                    raise StopIteration
+                batches.iterator = iterator_at(batches.loader, origin)
+                batches.at_pass = origin.at_pass
+                self._session.batch_index = origin.batch - 1
+            return
+        self._runtime.injector.at("between", self._session.step)
+        if batches.iterator is None:
+            batches.at_pass = randomness.capture()
+            batches.iterator = iter(batches.loader)
+        if self._fresh:
+            self._origin = Origin(
+                epoch=self._session.epoch,
+                passes=batches.passes,
+                batch=self._session.batch_index + 1,
+                at_pass=batches.at_pass,
+                at_batch=randomness.capture(),
+            )
+
+    def batch_taken(self) -> None:
+        self._fresh = False
+
+    def _begin(self) -> None:
+        """The first step boundary: set-up is over."""
+        runtime = self._runtime
+        if not runtime.live:
+            self._begun = True
+            if not join.join(runtime, self, 0):
+                self._go_offline()  # the survivors have gone on by a step since this newcomer was started
+            return
+        record = encoding.encode(runtime.communicators.record())
+        runtime.publisher.publish(SETUP_STEP, record)
+        runtime.publisher.publish(0, sidecar.encode(self._sidecar(0)))
+        self.scalars[0] = self.state.scalars()
+        with runtime.gate.passing():  # a recovery must see set-up or step 0, nothing in between
+            self._begun = True
+            runtime.journal.step = 0
+        runtime.setup_done()
+        runtime.injector.step_begins(0, runtime.journal)
+
+    # --- backward: publication --------------------------------------------------------------------
+
+    def on_backward(self, roots: list[torch.Tensor]) -> None:
+        """Called before every backward pass with the tensors it starts from."""
+        if not self._begun:
+            return
+        small = [root for root in roots if root.numel() <= 64]
+        if self._offline is not None:
+            fed = self._offline["losses"]
+            with torch.no_grad():
+                for root in small:
+                    if self._losses_fed < len(fed) and fed[self._losses_fed].shape == root.shape:
+                        root.data.copy_(fed[self._losses_fed])
+                    self._losses_fed += 1
+            return
+        self._losses += [root.detach().clone() for root in small]
+        if ddp.will_synchronize():
+            self._publish()
+
+    def _publish(self) -> None:
+        step = self._session.step + 1
+        state = self._sidecar(step)
+        self._published = state
+        self._runtime.publisher.publish(step, sidecar.encode(state))
+
+    def _sidecar(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "origin": None if self._origin is None else self._origin.pack(),
+            "losses": list(self._losses),
+            "random": randomness.capture(),
+            "buffers": {
+                name: buffer
+                for name, buffer in self._model.named_buffers()
+                if buffer._version != self._versions.get(name)
+            },
+            "registered": {name: get() for name, (get, _) in self._session._registered.items()},
+        }
+
+    # --- commit -----------------------------------------------------------------------------------
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
+        original = optimizer.step
+
+        @functools.wraps(original)  # with it the mark by which a scheduler knows its own wrapper
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._offline is not None:
+                return self._offline_step(optimizer)
+            number = self._session.step
+            self._runtime.injector.at("optimizer", number)
+            with self._runtime.gate.passing():
+                result = original(*args, **kwargs)
+                self._commit()
+            self._runtime.injector.at("commit", number)
+            return result
+
+        optimizer.step = step  # type: ignore[method-assign]
+
+    def _commit(self) -> None:
+        """The update is applied. Runs inside the commit gate."""
+        step = self._session.step = self._session.step + 1
+        self._check_publication(step)
+        self.scalars[step] = self.state.scalars()
+        self.scalars.pop(step - 2, None)
+        self._begin_step(step)
+        self._runtime.progress(step)
+
+    def _begin_step(self, step: int) -> None:
+        self._fresh = True
+        self._losses = []
+        self._published = None
+        self._runtime.journal.step = step
+        self._runtime.injector.step_begins(step, self._runtime.journal)
+
+    def _check_publication(self, step: int) -> None:
+        if self._published is None:
+            self._publish()
+            self._tell(
+                "no backward() was seen in this step, so its state was published only after the update: "
+                "a failure just before that cannot be healed; call loss.backward() in every step"
+            )
+        elif step <= _LATE_CHECKS and not randomness.same(self._published["random"], randomness.capture()):
+            self._publish()
+            self._tell(
+                "random numbers are drawn between backward() and the end of optimizer.step(): "
+                "a failure in that window would not be healed bit for bit; draw them before backward()"
+            )
+
+    def _offline_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A newcomer's optimizer.step(): the place where it becomes live, if its step has come."""
+        step = self._session.step + 1
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # for the scheduler's order check
+        self._session.step = step
+        if not join.join(self._runtime, self, step):
+            self._fresh = False  # one more offline body: the survivors have gone on by a step meanwhile
+            self._losses_fed = 0
+
+    def entered(self, step: int, restored: dict[str, Any], scalars: bytes) -> None:
+        """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
+        with torch.no_grad():
+            buffers = dict(self._model.named_buffers())
+            for name, value in restored["buffers"].items():
+                buffers[name].copy_(value)
+        for name, value in restored["registered"].items():
+            if name in self._session._registered:
+                self._session._registered[name][1](value)
+        self._offline = None
+        self._runtime.journal.step = step
+        self.scalars = {step: scalars}
+        self._begin_step(step)
+        randomness.restore(restored["random"])
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._runtime.send(Notice("warning", text))
+
+    def _inject_hooks(self) -> None:
+        """Hooks for the injector, only where a fault asks for them."""
+        injector, session = self._runtime.injector, self._session
+
+        def fire(phase: str) -> None:
+            if self._offline is None and self._begun:
+                injector.at(phase, session.step)
+
+        if injector.wants("forward"):
+            self._model.register_forward_pre_hook(lambda *_: fire("forward"))
+        if injector.wants("backward"):
+            parameters = [p for p in self._model.parameters() if p.requires_grad]
+            parameters[len(parameters) // 2].register_hook(lambda _: fire("backward"))
+
+
+def install_backward_hook(runtime: Runtime) -> None:
+    """Tell the session before every backward pass (`Tensor.backward` calls this function too)."""
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.steps is not None:
+            runtime.steps.on_backward([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
+        return original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward

@@ -1,0 +1,230 @@
+"""Move replicated state from survivors to a newcomer, striped over all of them, over plain sockets.
+
+The server runs in every worker and answers only while its rank is held at the commit gate for the generation and step
+that the request names. The newcomer first asks one source for the inventory (names, shapes, digests, scalars), keeps
+what is equal already, and fetches the rest in pieces from all sources at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from tpwrap.control.sidecars import receive_exactly
+from tpwrap.engine.state import ReplicaState, StateError
+
+PIECE = 4 << 20
+"""bytes; what one source serves in one go"""
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """What a source holds at the step asked for."""
+
+    manifest: list[tuple[str, str, list[int]]]
+    digests: dict[str, str]
+    scalars: bytes
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """want: (name, offset, length) in bytes; None asks for the inventory."""
+
+    generation: int
+    step: int
+    want: list[tuple[str, int, int]] | None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What this worker may serve now."""
+
+    generation: int
+    step: int
+    state: ReplicaState
+    scalars: bytes
+
+
+_request = msgspec.msgpack.Decoder(Request)
+_inventory = msgspec.msgpack.Decoder(Inventory)
+
+
+def _token(key: bytes, challenge: bytes) -> bytes:
+    return hmac.new(key, b"state" + challenge, hashlib.sha256).digest()
+
+
+class StateServer:
+    """Serves `offer`. host: address to listen on; key: the job's key."""
+
+    def __init__(self, host: str, key: bytes) -> None:
+        self._key = key
+        self._socket = socket.create_server((host, 0))
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self.offer: Offer | None = None
+        threading.Thread(target=self._accept, name="torchpass-state", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="torchpass-serve", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            challenge = os.urandom(16)
+            connection.sendall(challenge)
+            if not hmac.compare_digest(receive_exactly(connection, 32), _token(self._key, challenge)):
+                return
+            while True:
+                (size,) = struct.unpack("<I", receive_exactly(connection, 4))
+                request = _request.decode(receive_exactly(connection, size))
+                offer = self.offer
+                if offer is None or (offer.generation, offer.step) != (request.generation, request.step):
+                    return  # the newcomer sees a closed connection and waits for its next plan
+                if request.want is None:
+                    body = msgspec.msgpack.encode(
+                        Inventory(offer.state.manifest(), offer.state.digests(), offer.scalars)
+                    )
+                    connection.sendall(struct.pack("<I", len(body)) + body)
+                else:
+                    tensors = offer.state.tensors()
+                    for name, offset, length in request.want:
+                        connection.sendall(_bytes_of(tensors[name])[offset : offset + length])
+
+
+def restore(
+    state: ReplicaState,
+    sources: list[str],
+    key: bytes,
+    generation: int,
+    step: int,
+    timeout: float,
+    aborted: Callable[[], bool],
+) -> tuple[Inventory, int]:
+    """Make `state` equal to what the sources hold at `step`; returns their inventory and the bytes moved.
+
+    Raises OSError (a source is gone: wait for the next plan) or StateError (the script built another model here).
+    """
+    first = _connect(sources[0], key, timeout)
+    with first:
+        _ask(first, Request(generation, step, None))
+        (size,) = struct.unpack("<I", receive_exactly(first, 4))
+        inventory = _inventory.decode(receive_exactly(first, size))
+        state.allocate(inventory.manifest)
+        state.restore_scalars(inventory.scalars)
+        mine = state.digests()
+        tensors = state.tensors()
+        differing = [name for name, digest in inventory.digests.items() if mine[name] != digest]
+        pieces = [
+            (name, offset, min(PIECE, tensors[name].nbytes - offset))
+            for name in differing
+            for offset in range(0, tensors[name].nbytes, PIECE)
+        ]
+        shares = stripe(pieces, len(sources))
+        errors: list[BaseException] = []
+        buffers = {name: _Buffer(tensors[name]) for name in differing}
+
+        def pull(connection: socket.socket, share: list[tuple[str, int, int]]) -> None:
+            try:
+                _ask(connection, Request(generation, step, share))
+                for name, offset, length in share:
+                    if aborted():
+                        raise ConnectionError("the generation was given up")
+                    _receive_into(connection, buffers[name].bytes[offset : offset + length])
+            except BaseException as error:
+                errors.append(error)
+
+        threads: list[threading.Thread] = []
+        others: list[socket.socket] = []
+        try:
+            for address, share in zip(sources[1:], shares[1:], strict=True):
+                if share:
+                    others.append(_connect(address, key, timeout))
+                    threads.append(
+                        threading.Thread(target=pull, args=(others[-1], share), name="torchpass-pull", daemon=True)
+                    )
+                    threads[-1].start()
+            if shares[0]:
+                pull(first, shares[0])
+            for thread in threads:
+                thread.join()
+        finally:
+            for connection in others:
+                connection.close()
+        for error in errors:
+            raise error
+        for buffer in buffers.values():
+            buffer.store()
+    if {name: digest for name, digest in state.digests().items()} != inventory.digests:
+        raise StateError("the received state has another digest than its source")
+    return inventory, sum(length for _, _, length in pieces)
+
+
+def stripe(pieces: list[tuple[str, int, int]], sources: int) -> list[list[tuple[str, int, int]]]:
+    """Share pieces out so that the sources serve about equal numbers of bytes (largest first, to the least loaded)."""
+    shares: list[list[tuple[str, int, int]]] = [[] for _ in range(sources)]
+    loads = [0] * sources
+    for piece in sorted(pieces, key=lambda p: (-p[2], p[0], p[1])):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(piece)
+        loads[lightest] += piece[2]
+    return shares
+
+
+class _Buffer:
+    """Host memory to receive a tensor into: the tensor's own where that is possible."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._target = tensor
+        direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+        self._host = tensor if direct else torch.empty_like(tensor, device="cpu").contiguous()
+        self.bytes = memoryview(_flat_bytes(self._host))
+
+    def store(self) -> None:
+        if self._host is not self._target:
+            with torch.no_grad():
+                self._target.copy_(self._host)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> memoryview:
+    flat: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return _flat_bytes(tensor.detach().cpu().contiguous())
+
+
+def _connect(address: str, key: bytes, timeout: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=timeout)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_token(key, receive_exactly(connection, 16)))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _ask(connection: socket.socket, request: Request) -> None:
+    body = msgspec.msgpack.encode(request)
+    connection.sendall(struct.pack("<I", len(body)) + body)
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
+    while len(view):
+        got = connection.recv_into(view)
+        if got == 0:
+            raise ConnectionError("the source closed the connection")
+        view = view[got:]

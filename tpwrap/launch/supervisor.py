@@ -1,0 +1,441 @@
+"""The supervisor: one a node. It owns the node's workers and outlives each of them.
+
+It starts workers, relays their messages, reports their exits, kills on request, and keeps one warm worker in
+each slot. It decides nothing about ranks: the coordinator does. When the coordinator says so, or is lost, it
+ends everything on its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import traceback
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tpwrap.control.client import CoordinatorLink
+from tpwrap.control.messages import (
+    PROTOCOL,
+    Assign,
+    Bye,
+    Failed,
+    Finished,
+    FromWorker,
+    Hello,
+    Kill,
+    Resumed,
+    SetupDone,
+    Shutdown,
+    ToWorker,
+    WarmReady,
+    WorkerExited,
+    WorkerMessage,
+)
+from tpwrap.control.sidecars import SidecarServer
+from tpwrap.core.timeouts import Timeouts
+from tpwrap.launch import processes, zygote
+from tpwrap.launch.interpreter import module_command
+from tpwrap.launch.logs import Labels, LogFiles, Relay, Writer
+from tpwrap.launch.node import NodeSpec
+from tpwrap.launch.reaper import Reaper
+from tpwrap.launch.worker import Worker, WorkerLink
+
+_START_ATTEMPTS = 3
+_FIRST_BACKOFF = 0.25
+_EXIT_AFTER_DISCONNECT = 1.0
+_READ_OUT = 1.0
+_WRITE_OUT = 5.0
+SITE = Path(__file__).resolve().parent / "site"
+
+
+class Slot:
+    """One place for a rank: its active worker, and the warm one that waits there."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.active: Worker | None = None
+        self.warm: Worker | None = None
+        self.failed_starts = 0
+        self.started = 0
+        """workers started here so far, for their names"""
+        self.starting = False
+
+
+def run(spec: NodeSpec, zygote_socket: socket.socket | None, zygote_pid: int) -> int:
+    """Be the supervisor of a node; returns its exit code. Blocks."""
+    processes.become_subreaper()
+    return asyncio.run(Supervisor(spec, zygote_socket, zygote_pid).run())
+
+
+class Supervisor:
+    def __init__(self, spec: NodeSpec, zygote_socket: socket.socket | None, zygote_pid: int) -> None:
+        self.spec = spec
+        self.timeouts = Timeouts.derive(spec.failure_timeout)
+        self.slots = [Slot(i) for i in range(spec.slots)]
+        self.workers: dict[str, Worker] = {}
+        """all whose process has not ended"""
+        self.ending = ""
+        self._ended = asyncio.Event()
+        self._link: CoordinatorLink | None = None
+        self._outbox: list[FromWorker | WorkerExited] = []
+        """what workers said before the coordinator was reached"""
+        self._zygote = zygote_socket
+        self._zygote_pid = zygote_pid
+        self._spawn_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._writer = Writer()
+        self._files = LogFiles(Path(self.spec.log_dir))
+        self._reaper = Reaper()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._end, f"the supervisor got {signal.Signals(number).name}")
+        code = 0
+        try:
+            await self._serve()
+        except Exception as e:
+            code = 1
+            # Only the coordinator's end is worth no stack: the launcher tells that story.
+            detail = str(e) if isinstance(e, OSError) else traceback.format_exc()
+            self._say(f"supervisor of node {self.spec.node} failed: {detail}")
+        finally:
+            await self._end_all()
+        return code
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        key = bytes.fromhex(Path(self.spec.key_file).read_text())
+        server = await loop.create_unix_server(
+            lambda: WorkerLink(self._on_hello, self._on_frame, self._on_disconnect), self.spec.socket
+        )
+        sidecars = SidecarServer(key)
+        port = await sidecars.start(self.spec.host)
+        hello = Hello(
+            protocol=PROTOCOL,
+            node=self.spec.node,
+            host=self.spec.host,
+            pid=os.getpid(),
+            slots=self.spec.slots,
+            sidecars=f"{self.spec.host}:{port}",
+        )
+        # Warming up needs no coordinator, so it begins at once.
+        for slot in self.slots:
+            self._fill(slot)
+        try:
+            self._link = await CoordinatorLink.open(*self.spec.coordinator, key, hello, self.timeouts)
+            for message in self._outbox:
+                self._link.post(message)
+            self._background(self._obey(self._link))
+            self._background(self._watch_stopped())
+            await self._ended.wait()
+        finally:
+            server.close()
+            sidecars.close()
+
+    async def _obey(self, link: CoordinatorLink) -> None:
+        """Carry out what the coordinator says, until it says to end or is lost."""
+        async for message in link.messages():
+            if isinstance(message, ToWorker):
+                self._to_worker(message)
+            elif isinstance(message, Kill):
+                worker = self.workers.get(message.worker)
+                if worker is not None:
+                    worker.kill()
+            elif isinstance(message, Shutdown):
+                self._end(message.reason)
+                return
+        self._end(f"the coordinator is lost ({link.why_lost})")
+
+    def _end(self, reason: str) -> None:
+        if not self.ending:
+            self.ending = reason or "shutdown"
+            self._ended.set()
+
+    async def _end_all(self) -> None:
+        """End every process of this node, politely at first."""
+        self.ending = self.ending or "failure"
+        for worker in self.workers.values():
+            worker.terminate()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.timeouts.stop_grace
+        while self.workers and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        for task in self._tasks:
+            task.cancel()
+        if self._zygote is not None:
+            self._zygote.close()
+        # Whatever the workers have started and left behind is below us too, because we are its subreaper.
+        for _ in range(50):
+            if not processes.kill_family(os.getpid()):
+                break
+            await asyncio.sleep(0.02)
+        for worker in list(self.workers.values()):
+            self._close_output(worker)
+        if self._link is not None:
+            self._link.close()
+        try:
+            os.unlink(self.spec.socket)
+        except OSError:
+            pass
+        self._writer.close(_WRITE_OUT)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _say(self, text: str) -> None:
+        self._writer.write(2, f"torchpass: {text}\n".encode())
+
+    # --- slots ----------------------------------------------------------------------------------------
+
+    def _fill(self, slot: Slot) -> None:
+        """Start a warm worker in `slot` if one should be there."""
+        if self.ending or slot.warm is not None or slot.starting or slot.failed_starts >= _START_ATTEMPTS:
+            return
+        if slot.active is not None and not (slot.active.settled and self.spec.warm):
+            # Beside a rank that starts or recovers, a warm-up would compete with it for the processor.
+            return
+        slot.starting = True
+        self._background(self._start(slot))
+
+    async def _start(self, slot: Slot) -> None:
+        if slot.failed_starts:
+            await asyncio.sleep(_FIRST_BACKOFF * 2 ** (slot.failed_starts - 1))
+        name = f"n{self.spec.node}s{slot.index}w{slot.started}"
+        slot.started += 1
+        worker = Worker(name, slot.index, Labels(f"node {self.spec.node} warm", f"node{self.spec.node}"))
+        self.workers[name] = worker
+        slot.warm = worker
+        try:
+            await self._spawn(worker)
+        except OSError as e:
+            self._say(f"node {self.spec.node}: cannot start a worker: {e}")
+            self._exited(worker, 1)
+            return
+        finally:
+            slot.starting = False
+        await asyncio.sleep(self.timeouts.warm)
+        if not worker.warm and worker.returncode is None:
+            self._say(
+                f"node {self.spec.node}: {name} was not warm after {self.timeouts.warm:g} s and is killed"
+            )
+            worker.kill()
+
+    async def _spawn(self, worker: Worker) -> None:
+        """Have the zygote start the process of `worker`."""
+        command = self.spec.command
+        request = zygote.SpawnRequest(command.argv, command.python, self._environment(worker))
+        loop = asyncio.get_running_loop()
+        ends: list[int] = []
+        try:
+            out_read, out_write = os.pipe()
+            ends += [out_read, out_write]
+            err_read, err_write = os.pipe()
+            ends += [err_read, err_write]
+            async with self._spawn_lock:
+                with self._reaper.expecting():
+                    sock = self._ready_zygote()
+                    try:
+                        reply = await loop.run_in_executor(
+                            None, zygote.request, sock, request, out_write, err_write
+                        )
+                    except zygote.ZygoteLost as e:
+                        self._zygote = None
+                        raise OSError(f"the process that forks workers was lost: {e}") from None
+                    if not reply.pid:
+                        raise OSError(reply.error)
+                    worker.pid = reply.pid
+                    self._reaper.watch(reply.pid, lambda code: self._exited(worker, code))
+            for fd, terminal in ((out_read, 1), (err_read, 2)):
+                worker.relays.append(Relay(fd, terminal, worker.labels, self._writer, self._files))
+                ends.remove(fd)
+        finally:
+            for fd in ends:
+                os.close(fd)
+
+    def _ready_zygote(self) -> socket.socket:
+        if self._zygote is None:
+            ours, theirs = socket.socketpair()
+            preload = "preload" if self.spec.command.python is not None else "bare"
+            process = subprocess.Popen(
+                module_command("tpwrap.launch.zygote", str(theirs.fileno()), preload),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=self.spec.env | {"OMP_NUM_THREADS": "1"},
+            )
+            theirs.close()
+            self._zygote, self._zygote_pid = ours, process.pid
+            process.returncode = 0  # the reaper waits for it
+        return self._zygote
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        env = dict(self.spec.env)
+        env |= {
+            "TORCHPASS_SOCKET": self.spec.socket,
+            "TORCHPASS_WORKER": worker.name,
+            "TORCHPASS_RUN_DIR": self.spec.run_dir,
+            "TORCHPASS_KEY_FILE": self.spec.key_file,
+            "TORCHPASS_FAILURE_TIMEOUT": str(self.spec.failure_timeout),
+            "TORCHPASS_NODE": str(self.spec.node),
+            "TORCHPASS_SLOT": str(worker.slot),
+            "TORCHPASS_HOST": self.spec.host,
+        }
+        if self.spec.command.python is None:
+            path = env.get("PYTHONPATH")
+            env["PYTHONPATH"] = f"{SITE}:{path}" if path else str(SITE)
+            env.setdefault("PYTHONUNBUFFERED", "1")  # as for forked workers: a killed rank loses no line
+        return env
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _to_worker(self, message: ToWorker) -> None:
+        worker = self.workers.get(message.worker)
+        if worker is None:
+            return  # it has ended, and its exit is on the way to the coordinator
+        if isinstance(message.message, Assign):
+            self._promote(worker, message.message.rank)
+        elif isinstance(message.message, Bye):
+            worker.leaving = True
+        worker.send(message.message)
+
+    def _promote(self, worker: Worker, rank: int) -> None:
+        slot = self.slots[worker.slot]
+        if slot.warm is worker:
+            slot.warm = None
+        slot.active = worker
+        worker.rank = rank
+        worker.labels.prefix, worker.labels.file = f"rank {rank}", f"rank{rank}"
+
+    def _on_hello(self, body: bytes, link: WorkerLink) -> Worker | None:
+        try:
+            worker = self.workers.get(msgspec.msgpack.decode(body, type=str))
+        except msgspec.MsgspecError:
+            return None
+        if worker is None or worker.link is not None:
+            return None
+        worker.link, worker.peer = link, link.peer
+        return worker
+
+    def _on_frame(self, worker: Worker, body: bytes) -> None:
+        try:
+            message = self._decoder.decode(body)
+        except msgspec.MsgspecError as e:
+            self._say(f"node {self.spec.node}: {worker.name} sent what is no message ({e}) and is killed")
+            worker.kill()
+            return
+        slot = self.slots[worker.slot]
+        if isinstance(message, WarmReady):
+            worker.warm = True
+            slot.failed_starts = 0
+        elif isinstance(message, SetupDone | Resumed):
+            worker.settled = True
+        elif isinstance(message, Finished | Failed):
+            worker.leaving = True
+        self._post(FromWorker(worker.slot, worker.name, message))
+        self._fill(slot)
+
+    def _post(self, message: FromWorker | WorkerExited) -> None:
+        if self._link is None:
+            self._outbox.append(message)
+        else:
+            self._link.post(message)
+
+    # --- exits ----------------------------------------------------------------------------------------
+
+    def _exited(self, worker: Worker, returncode: int) -> None:
+        """The root process of `worker` has ended (it is a zombie until we return)."""
+        worker.returncode = returncode
+        self._background(self._after_exit(worker, returncode))
+
+    async def _after_exit(self, worker: Worker, returncode: int) -> None:
+        # What it said before it died is news that must come first.
+        deadline = asyncio.get_running_loop().time() + _READ_OUT
+        while worker.link is not None and worker.link.unread():
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0)
+        self.workers.pop(worker.name, None)
+        self._post(WorkerExited(worker.slot, worker.name, returncode, worker.hung))
+        self._close_output(worker)
+        if worker.link is not None:
+            worker.link.close()
+        slot = self.slots[worker.slot]
+        if slot.active is worker:
+            slot.active = None
+            slot.failed_starts = 0  # now a worker is needed here: try again
+        elif slot.warm is worker:
+            slot.warm = None
+            slot.failed_starts = 0 if worker.warm else slot.failed_starts + 1
+            if slot.failed_starts >= _START_ATTEMPTS and not self.ending:
+                how = describe_exit(returncode)
+                self._say(
+                    f"node {self.spec.node}: slot {slot.index} has no warm worker: {slot.failed_starts} in a "
+                    f"row ended before they were ready (the last {how}); see {self.spec.log_dir}"
+                )
+        self._fill(slot)
+        await self._kill_left_behind()
+
+    async def _kill_left_behind(self) -> None:
+        """Kill what dead workers leave: data loaders, children of a shell. All of it has become our own."""
+        async with self._spawn_lock:  # a worker that is being made would look like such a leftover
+            known = {w.pid for w in self.workers.values()} | {self._zygote_pid}
+            for pid in processes.children(os.getpid()):
+                # A service that a living worker has started and let go of says so in its environment.
+                if pid in known or processes.variable(pid, "TORCHPASS_WORKER") in self.workers:
+                    continue
+                for below in [pid, *processes.family(pid)]:
+                    processes.send_signal(below, signal.SIGKILL)
+
+    def _close_output(self, worker: Worker) -> None:
+        for relay in worker.relays:
+            relay.close()
+
+    def _on_disconnect(self, worker: Worker) -> None:
+        if worker.returncode is None and not worker.leaving and not self.ending:
+            self._background(self._expect_exit(worker))
+
+    async def _expect_exit(self, worker: Worker) -> None:
+        """A worker that has hung up must end: if a shell around it lives on, nobody speaks for the rank."""
+        await asyncio.sleep(_EXIT_AFTER_DISCONNECT)
+        if worker.returncode is None and not worker.leaving:
+            worker.kill()
+
+    async def _watch_stopped(self) -> None:
+        """A worker that is halted (SIGSTOP) neither ends nor answers; only its state tells."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.timeouts.hung / 10)
+            for worker in list(self.workers.values()):
+                if not worker.is_stopped():
+                    worker.stopped_since = None
+                elif worker.stopped_since is None:
+                    worker.stopped_since = loop.time()
+                elif loop.time() - worker.stopped_since > self.timeouts.hung:
+                    worker.hung = True
+                    worker.kill()
+
+
+def describe_exit(returncode: int) -> str:
+    """'exited with code 3' or 'was killed by SIGSEGV'."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: FILE, with a NodeSpec as JSON. A supervisor without a template."""
+    return run(msgspec.json.decode(Path(arguments[0]).read_bytes(), type=NodeSpec), None, 0)

@@ -1,0 +1,93 @@
+"""Forks everything of a local run from one process that has imported torch, so that it is paid for once.
+
+Started by the launcher as `template FD PARENT MODE HOST STDIN STDOUT`. It imports torch, forks the process
+that holds the rendezvous store (whose standard input and output are the descriptors STDIN and STDOUT), then
+reads one request on the socket FD, forks a supervisor a node, replies with their pids and ends. All of them
+then are children of the launcher, the nearest subreaper.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tpwrap.control import store, wire
+from tpwrap.launch import processes, supervisor, zygote
+from tpwrap.launch.node import NodeSpec
+
+
+class TemplateRequest(msgspec.Struct, frozen=True):
+    """Fork a supervisor for each of `nodes`."""
+
+    nodes: list[NodeSpec]
+
+
+class TemplateReply(msgspec.Struct, frozen=True):
+    """pids of the supervisors, in the order of the request."""
+
+    pids: list[int]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: FD PARENT MODE HOST STDIN STDOUT. MODE: 'preload', or 'bare' where workers are executed rather
+    than forked."""
+    fd, parent, mode, host, *descriptors = arguments
+    processes.die_with_parent(int(parent))
+    sock = socket.socket(fileno=int(fd))
+    store_fds = [int(descriptor) for descriptor in descriptors]
+    if mode == "preload":
+        from tpwrap.engine import bootstrap
+
+        bootstrap.preload()
+    # Objects that live from here on would be copied, page by page, by collections in every descendant.
+    gc.collect()
+    gc.freeze()
+    _fork(lambda: _become_store(sock, host, store_fds))
+    for store_fd in store_fds:
+        os.close(store_fd)
+    request = wire.receive_blocking(sock, msgspec.msgpack.Decoder(TemplateRequest))
+    if request is None:
+        return 1
+
+    def become(spec: NodeSpec) -> Callable[[], int]:
+        return lambda: _become_supervisor(spec, sock)
+
+    wire.send_blocking(sock, TemplateReply([_fork(become(spec)) for spec in request.nodes]))
+    return 0
+
+
+def _fork(child: Callable[[], int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        zygote.run_forked(child)
+    return pid
+
+
+def _become_store(sock: socket.socket, host: str, fds: Sequence[int]) -> int:
+    """Hold the store. It dies with its parent, and that shall be the launcher: so fork once more and wait
+    until the process between is gone."""
+    sock.close()
+    between = os.getpid()
+    if os.fork():
+        return 0
+    while os.getppid() == between:
+        time.sleep(0.001)
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+        os.close(fd)
+    zygote.reset_signals()
+    os.setsid()
+    return store.main(["--host", host])
+
+
+def _become_supervisor(spec: NodeSpec, sock: socket.socket) -> int:
+    sock.close()
+    os.setsid()
+    zygote.reset_signals()
+    zygote_pid, zygote_socket = zygote.fork_zygote()
+    return supervisor.run(spec, zygote_socket, zygote_pid)

@@ -1,0 +1,79 @@
+"""Events as lines for a person, one for each thing worth knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tpwrap.core import events
+
+
+def line(event: events.Event) -> str | None:
+    """One line, or None for what only a full report shows."""
+    if isinstance(event, events.RankFailed):
+        return f"rank {event.rank} failed{_at(event.step)} on node {event.node}: {event.cause}"
+    if isinstance(event, events.NodeDown):
+        if not event.ranks:
+            return None  # SpareLost says more
+        return f"node {event.node} with {ranks(event.ranks)} is down: {event.cause}"
+    if isinstance(event, events.SpareLost):
+        left = {0: "no spare is left", 1: "1 spare is left"}.get(
+            event.spares_left, f"{event.spares_left} spares are left"
+        )
+        return f"spare node {event.node} is lost: {event.cause}; training goes on, {left}"
+    if isinstance(event, events.FailoverFinished):
+        return finished(event)
+    if isinstance(event, events.FaultInjected):
+        return f"injecting: {event.fault}"
+    if isinstance(event, events.Notice):
+        who = "" if event.rank is None else f"rank {event.rank}: "
+        level = "" if event.level == "info" else f"{event.level}: "
+        return f"{level}{who}{event.text}"
+    return None
+
+
+def full(event: events.Event) -> str:
+    """Like `line`, for every kind of event."""
+    if isinstance(event, events.JobStarted):
+        spares = f" and {event.spares} spare" if event.spares else ""
+        return f"job of {event.nodes} nodes{spares}, {event.nproc_per_node} ranks each"
+    if isinstance(event, events.NodeJoined):
+        return (
+            f"node {event.node} joined{' as a spare' if event.spare else ''} ({event.host}, pid {event.pid})"
+        )
+    if isinstance(event, events.WorkerAssigned):
+        return f"rank {event.rank} is {event.worker} on node {event.node} (pid {event.pid})"
+    if isinstance(event, events.FailoverStarted):
+        return f"generation {event.generation}: {event.cause}"
+    if isinstance(event, events.JobEnded):
+        return f"exit code {event.exit_code}: {event.reason} ({counts(event)})"
+    if isinstance(event, events.NodeDown) and not event.ranks:
+        return f"node {event.node} is down: {event.cause}"
+    return line(event) or ""
+
+
+def counts(event: events.JobEnded) -> str:
+    """'60 steps, 1 failover'."""
+    failovers = f"{event.failovers} failover{'' if event.failovers == 1 else 's'}"
+    return f"{event.steps} step{'' if event.steps == 1 else 's'}, {failovers}"
+
+
+def finished(event: events.FailoverFinished) -> str:
+    """Where the ranks went, and how long training stood still."""
+    moved = "; ".join(
+        f"rank {m.rank} goes on in its own slot"
+        if m.same_slot
+        else f"node {m.to_node} takes over rank {m.rank} from node {m.from_node}"
+        for m in event.moves
+    )
+    resumed = f"training resumed{_at(event.step)} after {event.seconds:.2f} s"
+    stages = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in event.stages.items())
+    return f"{moved or 'the same ranks go on'}; {resumed}" + (f" ({stages})" if stages else "")
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """'rank 3' or 'ranks 3, 4'."""
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def _at(step: int) -> str:
+    return " during set-up" if step < 0 else f" at step {step}"
