@@ -1,6 +1,7 @@
 """Builds the one compiled part, `tpwrap.engine._native`, against the installed torch.
 
-Everything else about the package stands in pyproject.toml.
+Everything else about the package stands in pyproject.toml. With TPWRAP_NATIVE=0 it is left out; `make setup`
+does so when it installs the rest, and builds it in place, where it can be rebuilt file by file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BUILDS = {"build_ext", "develop", "install", "bdist_wheel", "editable_wheel"}
 
 def native() -> dict[str, Any]:
     """The arguments of setup() for the extension; nothing where only metadata is asked for."""
-    if not SOURCES or not BUILDS.intersection(sys.argv):
+    if os.environ.get("TPWRAP_NATIVE") == "0" or not BUILDS.intersection(sys.argv):
         return {}
     try:
         from torch.utils import cpp_extension

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tpwrap.cli import main
+import os
+import sys
 
 if __name__ == "__main__":
+    # -m puts the current directory first: a user's logging.py beside train.py is not for us.
+    if sys.path and sys.path[0] == os.getcwd():
+        del sys.path[0]
+
+    from tpwrap.cli import main
+
     main()

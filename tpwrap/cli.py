@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import tpwrap
-from tpwrap.core.config import FIELDS, ConfigError
+from tpwrap.core.config import ConfigError
 
 USAGE = 2
 EPILOG = """\b
@@ -38,31 +38,21 @@ and healthy slots are left; 130 Ctrl-C; 143 SIGTERM.
 """
 
 
-@click.command(
-    context_settings={
-        "allow_interspersed_args": False,
-        "max_content_width": 110,
-        "help_option_names": ["-h", "--help"],
-    },
-    epilog=EPILOG,
-)
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.command(context_settings={**_HELP, "allow_interspersed_args": False}, epilog=EPILOG)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
-@click.option(
-    "--nodes", "--nnodes", metavar="N", help="Nodes that train (default 1); here: groups of processes."
-)
+@click.option("--nodes", "--nnodes", metavar="N", help="Nodes that train (default 1).")
 @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on each node (default 1).")
-@click.option(
-    "--spares", metavar="N", help="Further nodes that wait, warm, to replace a lost one (default 0)."
-)
+@click.option("--spares", metavar="N", help="Further nodes, warm, that replace lost ones (default 0).")
 @click.option("--unit", metavar="node|rank", help="What moves when a node is lost (default node).")
 @click.option(
     "--failure-timeout",
     metavar="SECONDS",
     help="Silence that counts as death (default 10); all other time limits follow from it.",
 )
-@click.option(
-    "--no-warm", is_flag=True, help="Keep no warm process beside each rank: less memory, longer pause."
-)
+@click.option("--no-warm", is_flag=True, help="No warm process beside each rank: less memory, longer pause.")
 @click.option(
     "--inject",
     multiple=True,
@@ -70,15 +60,11 @@ and healthy slots are left; 130 Ctrl-C; 143 SIGTERM.
     help="Rehearse a failure, e.g. 'rank=1 step=20 phase=backward kill'. Repeatable.",
 )
 @click.option("--inject-file", metavar="FILE", help="Faults to inject, one a line.")
-@click.option(
-    "--run-dir", metavar="DIR", help="Where the run keeps its events and sockets (default: new, in /tmp)."
-)
+@click.option("--run-dir", metavar="DIR", help="Where events and sockets go (default: a new one in /tmp).")
 @click.option("--log-dir", metavar="DIR", help="Where the log files of ranks go (default: RUN_DIR/logs).")
 @click.option("--quiet", is_flag=True, help="Show the output of ranks and errors only.")
 @click.option("--config", metavar="FILE", help="Read this file instead of ./torchpass.toml.")
-@click.option(
-    "--standalone", is_flag=True, hidden=True, help="For torchrun's command lines: it is the default."
-)
+@click.option("--standalone", is_flag=True, hidden=True, help="Accepted from torchrun's command lines.")
 @click.version_option(tpwrap.__version__, prog_name="tpwrap")
 def run(
     command: tuple[str, ...], config: str | None, standalone: bool, no_warm: bool, **options: Any
@@ -92,9 +78,7 @@ def run(
     from tpwrap.launch.command import check_other_python, recognise
     from tpwrap.launch.local import run_local
 
-    given = {
-        name: value for name, value in options.items() if name in FIELDS and value not in (None, (), False)
-    }
+    given = {name: value for name, value in options.items() if value not in (None, (), False)}
     if "inject" in given:
         given["inject"] = list(given["inject"])
     if no_warm:
@@ -102,10 +86,8 @@ def run(
     try:
         if not command:
             raise ConfigError("COMMAND is missing; for example: tpwrap --nodes 2 --spares 1 python train.py")
-        if "TORCHPASS_SOCKET" in os.environ:
-            raise ConfigError(
-                "this is a rank of a tpwrap job already (TORCHPASS_SOCKET is set); run tpwrap once"
-            )
+        if "TORCHPASS_WORKER" in os.environ:
+            raise ConfigError("TORCHPASS_WORKER is set: this is a rank of a job already; run tpwrap once")
         settings = sources.load(given, os.environ, Path.cwd(), config)
         job = sources.make_job(settings)
         recognised = recognise(command)
@@ -117,7 +99,7 @@ def run(
     sys.exit(code)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings=_HELP)
 @click.version_option(tpwrap.__version__, prog_name="torchpass")
 def operate() -> None:
     """Look at runs of tpwrap."""

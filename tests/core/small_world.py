@@ -1,8 +1,8 @@
 """A small world for membership to be tried in: nodes, links and workers that answer as the engine does.
 
-Everything that could happen next is a choice, so that a test can try every order: which link delivers its next
-message, which worker takes its next step, which slot warms up a worker. A message once sent on a link comes
-after those before it. Time passes only when nothing else can happen. `World.check` is the oracle.
+Everything that could happen next is a choice, so that a test can try every order: which link delivers its
+next message, which worker takes its next step, which slot warms up a worker. A message once sent on a link
+comes after those before it. Time passes only when nothing else can happen. `World.check` is the oracle.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ class Worker:
     rank: int | None = None
     alive: bool = True
     stopped: bool = False
+    stopped_at: float = 0.0
     generation: int = 0
     live: bool = False
     held: bool = False
     """between Release and Resume"""
     step: int = -1
+    knows: bool = False
+    """that every rank has finished its set-up; until then it reports -1"""
     plan: m.Plan | None = None
     """received and not answered with Ready yet"""
     arrived: int = -1
@@ -84,6 +87,7 @@ class World:
         """(generation, rank) -> last step whose collectives it has fed"""
         self.end: End | None = None
         self.sidecar_missing = False
+        self.stop_seen_after = 10.0
         self.log: list[object] = []
         for n in self.nodes:
             self.nodes[n].up.append(Joined(n, "localhost", n, job.nproc_per_node, f"side:{n}"))
@@ -109,11 +113,13 @@ class World:
                 sorted(map(repr, self.workers.values())),
                 sorted(self.sidecars),
                 sorted((k, v) for k, v in self.contributed.items() if k[0] >= s.generation),
-                s.stage, s.generation, s.plan, sorted(s.awaiting), s.hint is None, s.hint_rounds,
-                [(r.place, r.worker, r.live, r.finished, r.step, r.loss, r.strikes, r.keepers) for r in s.ranks.values()],
-                sorted(s.workers), sorted(s.released.items()), sorted(s.ready), [n.status for n in s.nodes.values()],
+                (s.stage, s.generation, s.plan, sorted(s.awaiting), s.hint is None, s.hint_rounds),
+                [(r.place, r.worker, r.live, r.finished, r.step, r.loss) for r in s.ranks.values()],
+                [(r.strikes, r.keepers) for r in s.ranks.values()],
+                (sorted(s.workers), sorted(s.released.items()), sorted(s.ready)),
+                [n.status for n in s.nodes.values()],
             )
-        )  # fmt: skip
+        )
 
     def story(self) -> str:
         """The last things that happened, for a message."""
@@ -134,9 +140,9 @@ class World:
                 continue
             if node.down:
                 found.append(("tell", n, ""))
-            for slot in range(self.job.nproc_per_node):
-                if not any(w.alive and w.rank is None and w.slot == slot for w in self.on(n)):
-                    found.append(("spawn", n, str(slot)))
+            warm = {w.slot for w in self.on(n) if w.alive and w.rank is None}
+            found += [("spawn", n, str(s)) for s in range(self.job.nproc_per_node) if s not in warm]
+            found += [("learn", n, w.id) for w in self.on(n) if self.can_learn(w)]
             found += [("go", n, w.id) for w in self.on(n) if w.alive and not w.stopped and self.can_go(w)]
         return found
 
@@ -154,6 +160,10 @@ class World:
             return True
         fed = [self.contributed.get((w.generation, rank), -9) for rank in range(self.job.world_size)]
         return min(fed) >= w.step
+
+    def can_learn(self, w: Worker) -> bool:
+        fed = (self.contributed.get((w.generation, rank), -9) for rank in range(self.job.world_size))
+        return w.alive and not w.stopped and w.live and not w.knows and w.step == 0 and min(fed) >= 0
 
     def all_arrived(self, generation: int) -> bool:
         there = {
@@ -179,6 +189,8 @@ class World:
                 node.spawned += 1
                 self.workers[worker.id] = worker
                 self.say(worker, m.WarmReady(1, f"addr:{worker.id}"))
+            case "learn":
+                self.workers[name].knows = True
             case "go":
                 self.go(self.workers[name])
             case "kill":
@@ -191,6 +203,7 @@ class World:
                 self.kill(worker, 1)
             case "stop":
                 self.workers[name].stopped = True
+                self.workers[name].stopped_at = self.now
             case "comm":
                 worker = self.workers[name]
                 self.say(worker, m.CommError(worker.generation, "reset by peer"))
@@ -209,7 +222,7 @@ class World:
             if node.alive and not node.silent:
                 self.observe(Heard(n))
                 for worker in self.on(n):
-                    if worker.alive and worker.stopped and self.now > 30:
+                    if worker.alive and worker.stopped and self.now - worker.stopped_at > self.stop_seen_after:
                         self.kill(worker, -9, hung=True)
         self.observe(Tick())
 
@@ -280,7 +293,7 @@ class World:
                 w.generation, w.plan, w.arrived = generation, None, -1
                 if w.live:
                     w.held = True
-                    self.say(w, m.Released(generation, w.step, 0.0))
+                    self.say(w, m.Released(generation, w.step if w.step or w.knows else -1, 0.0))
             case m.Plan(generation) if generation == w.generation:
                 w.plan, w.arrived = message, generation
                 if w.live:
@@ -323,7 +336,7 @@ class World:
             holders = [o for o in self.workers.values() if o.alive and o.rank == source and o.live]
             assert any(o.step == plan.step for o in holders), "a source is not at the plan's step"
         keepers = [int(address.split(":")[1]) for address in plan.keepers[w.rank]]
-        if plan.step > 0 and not any((node, w.rank, plan.step) in self.sidecars for node in keepers):
+        if not any((node, w.rank, plan.step) in self.sidecars for node in keepers):
             self.sidecar_missing = True
             self.say(w, m.Failed(plan.step, "no sidecar", "", 1))
             self.kill(w, 1)
@@ -375,6 +388,7 @@ class World:
         assert bool(ends) == (after.stage is Stage.ENDED)
         holders = [w.rank for w in after.workers.values() if w.rank is not None]
         assert len(holders) == len(set(holders)), "two workers for one rank"
+        assert all(after.nodes[w.node].status is NodeStatus.UP for w in after.workers.values())
         for rank in after.ranks.values():
             if rank.worker is not None:
                 assert after.workers[rank.worker].rank == rank.rank
@@ -403,6 +417,4 @@ class World:
                 continue
             told = any(item == (other.id, "kill") for item in self.nodes[other.node].down)
             told = told or any(isinstance(a, KillWorker) and a.worker == other.id for a in earlier)
-            assert told or self.state.nodes[other.node].status is NodeStatus.DOWN, (
-                "two live workers for a rank"
-            )
+            assert told or self.state.nodes[other.node].status is NodeStatus.DOWN, "two live workers for a rank"

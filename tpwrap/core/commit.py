@@ -24,14 +24,20 @@ class Verdict:
     reason: str
 
 
-def choose(released: Mapping[int, int]) -> Entry:
+def choose(released: Mapping[int, int], floor: int = -1) -> Entry:
     """The entry point, from what each survivor reported: rank -> optimizer updates applied (-1: set-up).
 
     The least advanced survivor decides. Whoever is one update ahead keeps the inputs of that update's
     collectives, so it can serve a newcomer that executes the step; nobody can go back.
+
+    A survivor reports -1 until it knows that *every* rank has finished its set-up. So where one knows it, the
+    others are at step 0; where none does, the failed rank may have died in its set-up, before it published
+    anything. floor: the step of the last plan; from 0 on everybody knew once, though not by itself.
     """
     if not released:
         return Entry(-1, [], "no rank is left: all start from the top of the script")
+    if max(floor, *released.values()) >= 0:
+        released = {rank: max(step, 0) for rank, step in released.items()}
     step = min(released.values())
     if step < 0:
         return Entry(-1, [], "not every survivor has finished its set-up: newcomers run the script live")
@@ -75,8 +81,12 @@ def _odd_ones_out(values: Mapping[int, str]) -> str:
     if len(groups) < 2:
         return ""
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[1]))
-    return ", ".join(f"{_ranks(ranks)} have {value[:12]}" for value, ranks in ordered)
+    return ", ".join(f"{_ranks(ranks)} {_has(ranks)} {value[:12]}" for value, ranks in ordered)
 
 
 def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _has(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

@@ -59,10 +59,15 @@ class ConfigError(Exception):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Values from one place. spelling: how the field is written there, with {field} or {dashed} in it."""
+    """Values from one place.
+
+    spelling: how a field is written there, with {field}, {dashed} or {upper} in it.
+    text: everything there is text (command line, environment), so "4" is a number.
+    """
 
     spelling: str
     values: Mapping[str, object]
+    text: bool = False
 
     def spell(self, field: str) -> str:
         """How a message names the field in this source."""
@@ -99,11 +104,11 @@ def merge(sources: Sequence[Source]) -> Settings:
 
 
 def _checked(field: str, value: object, source: Source) -> object:
-    """`value` in the field's type: text (command line, environment) is read as that type, data must be it."""
+    """`value` in the field's type, or a ConfigError."""
     if field == "inject" and isinstance(value, str):
         value = [part.strip() for part in value.replace("\n", ";").split(";") if part.strip()]
     try:
-        one = msgspec.convert({field: value}, Config, strict=not isinstance(value, str))
+        one = msgspec.convert({field: value}, Config, strict=not source.text)
     except msgspec.ValidationError:
         raise ConfigError(f"{source.spell(field)} is {value!r}, but must be {MEANT[field]}") from None
     checked: object = getattr(one, field)

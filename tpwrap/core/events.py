@@ -154,7 +154,7 @@ resume: until every rank goes on.
 def timeline(marks: Sequence[tuple[str, float]], end: float) -> dict[str, float]:
     """Stage -> seconds. marks: (stage, when it began), in order; a stage that came several times adds up."""
     stages = dict.fromkeys(STAGES, 0.0)
-    for (stage, begin), (_, until) in zip(marks, [*marks[1:], ("", end)], strict=True):
+    for (stage, begin), (_, until) in zip(marks, [*marks[1:], ("", end)], strict=False):
         stages[stage] = stages.get(stage, 0.0) + max(0.0, until - begin)
     return stages
 

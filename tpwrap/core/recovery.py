@@ -27,8 +27,6 @@ def lose(d: Draft, rank: int, loss: Loss, fence: bool, failed: Failed | None = N
         d.drop_worker(worker)
     node, slot = old.place
     d.emit(events.RankFailed(rank, node, slot, worker or "", loss.cause, old.step, d.state.generation))
-    if old.loss is not None and old.loss.kind == "node":
-        loss = old.loss  # it had no slot yet; a lost node stays the stronger reason
     d.put_rank(rank, worker=None, live=False, finished=False, loss=loss, failed=failed)
 
 
@@ -85,14 +83,14 @@ def decide(d: Draft) -> None:
     """All survivors have let go: choose the entry step and a slot for every lost rank."""
     if not d.state.all_joined():
         return  # at start: a spare that has not connected yet may be the one; Joined or NodeLost comes
-    entry = commit.choose(d.state.released)
+    entry = commit.choose(d.state.released, _floor(d.state))
     if not d.state.released:
         ending = endings.nobody_left(d.state)
         if ending is not None:
             d.end(*ending)
             return
-    if d.state.plan is not None and entry.step < d.state.plan.step:
-        d.end(70, f"internal error: step went back from {d.state.plan.step} to {entry.step} ({entry.reason})")
+    if entry.step < _floor(d.state):
+        d.end(70, f"internal error: step went back from {_floor(d.state)} to {entry.step} ({entry.reason})")
         return
     if not _place(d, entry.step):
         return
@@ -101,6 +99,11 @@ def decide(d: Draft) -> None:
     d.set(failover=replace(failover, marks=(*failover.marks, ("decide", d.now))))
     d.enter(Stage.PLACING, frozenset(r for r, view in d.state.ranks.items() if view.worker is None))
     plan_when_warm(d)
+
+
+def _floor(state: State) -> int:
+    """No plan may enter before this step."""
+    return -1 if state.plan is None else state.plan.step
 
 
 def _place(d: Draft, step: int) -> bool:
@@ -147,7 +150,7 @@ def plan_when_warm(d: Draft) -> None:
 
 
 def _plan(d: Draft, newcomers: dict[int, str]) -> None:
-    entry = commit.choose(d.state.released)
+    entry = commit.choose(d.state.released, _floor(d.state))
     members = sorted(d.state.ranks)
     for rank, worker in newcomers.items():
         take(d, rank, worker)

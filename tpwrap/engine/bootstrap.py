@@ -30,9 +30,8 @@ def preload() -> None:
         return
     import numpy  # noqa: F401
     import torch
-    import torch._dynamo  # noqa: F401  # optimizers import it at their first step
-    import torch.distributed as dist  # noqa: F401
-    import torch.utils.data  # noqa: F401
+    import torch._dynamo  # optimizers import it at their first step
+    import torch.utils.data
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
     import tpwrap.engine.runtime

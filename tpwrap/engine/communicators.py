@@ -60,7 +60,7 @@ class _Generation:
     """What one generation shares: a store client of its own, so that cutting its socket ends every rendezvous."""
 
     number: int
-    store: dist.Store
+    store: c10d.Store
     port: int
     aborted: threading.Event = field(default_factory=threading.Event)
     inners: list[Inner] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Communicators:
     def begin(self, generation: int) -> None:
         """Enter `generation`: later builds meet under its keys."""
         host, _, port = self._store.rpartition(":")
-        client = dist.TCPStore(
+        client = c10d.TCPStore(
             host,
             int(port),
             is_master=False,
@@ -186,7 +186,7 @@ class Communicators:
         prefix = f"g{generation.number}/{communicator.index}/{communicator.name}/{communicator.device.type}"
         backend = inner.create(
             Place(
-                dist.PrefixStore(prefix, generation.store),
+                c10d.PrefixStore(prefix, generation.store),
                 group.rank,
                 group.size,
                 dt.timedelta(seconds=self._connect_timeout),
@@ -221,7 +221,7 @@ class Communicators:
         return self._created - 1
 
 
-def _local_port(client: dist.Store, store_port: int) -> int:
+def _local_port(client: c10d.Store, store_port: int) -> int:
     """The local port of a store client just made: the newest connection to the store's port."""
     ports = []
     for sock in sockets.own_sockets():

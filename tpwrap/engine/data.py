@@ -48,7 +48,7 @@ def iterator_at(loader: Any, origin: Origin) -> Iterator[Any]:
     as fetching does.
     """
     randomness.restore(origin.at_pass)
-    iterator = iter(loader)
+    iterator: Any = iter(loader)
     skips_indices = (
         isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
     )
@@ -59,4 +59,5 @@ def iterator_at(loader: Any, origin: Origin) -> Iterator[Any]:
         else:
             next(iterator)
     randomness.restore(origin.at_batch)
-    return iterator
+    found: Iterator[Any] = iterator
+    return found

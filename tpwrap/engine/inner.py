@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from tpwrap.engine import sockets
@@ -23,7 +22,7 @@ from tpwrap.engine import sockets
 class Place:
     """One group of one generation: who we are in it, and the store under whose keys its members meet."""
 
-    store: dist.Store
+    store: c10d.Store
     rank: int
     size: int
     connect_timeout: dt.timedelta
@@ -55,7 +54,7 @@ class GlooInner:
     factory: Any
     """torch's ProcessGroupGloo class (the engine has put its own constructor in that place)"""
     ports: set[int] = field(default_factory=set)
-    aborted: bool = False
+    aborted: threading.Event = field(default_factory=threading.Event)
 
     def create(self, place: Place) -> Any:
         with _creating:
@@ -68,7 +67,7 @@ class GlooInner:
         options._devices = devices
         options._threads = 2 * len(devices)
         options._timeout = place.connect_timeout
-        if self.aborted:
+        if self.aborted.is_set():
             raise RuntimeError("aborted")
         keys = [f"ports/{rank}" for rank in range(place.size)]
         place.store.wait(keys, place.connect_timeout)
@@ -76,7 +75,7 @@ class GlooInner:
             self.ports |= {int(p) for p in value.decode().split(",") if p}
         backend = self.factory(place.store, place.rank, place.size, options)
         backend._set_default_timeout(place.operation_timeout)
-        if self.aborted:
+        if self.aborted.is_set():
             self.abort()
             raise RuntimeError("aborted")
         return backend
@@ -88,7 +87,7 @@ class GlooInner:
         return [self.factory.create_default_device()]
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted.set()
         ports = self.ports
         sockets.cut(lambda local, remote: local in ports or remote in ports)
 
@@ -103,7 +102,7 @@ class NcclInner:
 
     options: Any
     backend: Any = None
-    aborted: bool = False
+    aborted: threading.Event = field(default_factory=threading.Event)
 
     def create(self, place: Place) -> Any:
         from torch.distributed import ProcessGroupNCCL  # absent in CPU builds
@@ -118,13 +117,13 @@ class NcclInner:
         # Eagerly, in the recovery's own time and under its deadline: a lazy init would run inside the user's step,
         # where a peer that dies meanwhile cannot be aborted around.
         self.backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        if self.aborted:
+        if self.aborted.is_set():
             self.abort()
             raise RuntimeError("aborted")
         return self.backend
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted.set()
         if self.backend is not None:
             self.backend.abort()
 

@@ -68,7 +68,7 @@ class Recovery:
             print("torchpass: communicators could not be drained; this worker gives up", file=sys.stderr)
             os._exit(70)
         runtime.communicators.drop()
-        runtime.send(Released(message.generation, runtime.step, time.monotonic() - began))
+        runtime.send(Released(message.generation, runtime.settled_step, time.monotonic() - began))
 
     def _rebuild(self, plan: Plan) -> None:
         runtime = self._runtime

@@ -99,6 +99,14 @@ class Runtime:
     def step(self) -> int:
         return SETUP_STEP if self.steps is None else self.steps.step
 
+    @property
+    def settled_step(self) -> int:
+        """`step`, except that step 0 counts only once every rank is known to have reached it: before that, a rank may
+        have died in its set-up, and nobody could enter at step 0 in its place."""
+        if self.step == 0 and self.journal.stats()["common_step"] < 0:
+            return SETUP_STEP
+        return self.step
+
     def attach(self, session_steps: Steps) -> None:
         if self.steps is not None:
             raise RuntimeError("tpwrap.session() was called twice; one session serves the whole script")

@@ -96,7 +96,7 @@ class ReplicaState:
             fits = have is not None and list(have.shape) == shape and encoding.dtype_name(have.dtype) == dtype
             if fits:
                 continue
-            part, place, key = (name.split("/", 2) + ["", ""])[:3]
+            part, place, key = [*name.split("/", 2), "", ""][:3]
             if part != "optimizer" or place not in parameters:
                 what = "is missing here" if have is None else f"is {list(have.shape)} {have.dtype} here"
                 raise StateError(f"{name} {what}, but {shape} {dtype} on its replicas")
@@ -107,7 +107,7 @@ class ReplicaState:
                 shape, dtype=encoding.dtype_of(dtype), device=device
             )
         for name in mine.keys() - wanted:
-            part, place, key = (name.split("/", 2) + ["", ""])[:3]
+            part, place, key = [*name.split("/", 2), "", ""][:3]
             if part == "model":
                 raise StateError(f"{name} exists here but not on its replicas")
             del self.optimizer.state[parameters[place]][key]

@@ -17,6 +17,7 @@ import torch
 from tpwrap.control.messages import Notice
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp, encoding, join, randomness, sidecar
+from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.data import Origin, iterator_at
 from tpwrap.engine.state import ReplicaState
 
@@ -45,7 +46,7 @@ class Steps:
         self._runtime = runtime
         self._session = session
         self._model = model
-        self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
+        self._buffers = LocalBuffers(model)
         self._begun = False
         self._fresh = True
         """the next batch is the first one of a step"""
@@ -161,11 +162,7 @@ class Steps:
             "origin": None if self._origin is None else self._origin.pack(),
             "losses": list(self._losses),
             "random": randomness.capture(),
-            "buffers": {
-                name: buffer
-                for name, buffer in self._model.named_buffers()
-                if buffer._version != self._versions.get(name)
-            },
+            "buffers": self._buffers.changed(),
             "registered": {name: get() for name, (get, _) in self._session._registered.items()},
         }
 
@@ -229,10 +226,7 @@ class Steps:
 
     def entered(self, step: int, restored: dict[str, Any], scalars: bytes) -> None:
         """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
-        with torch.no_grad():
-            buffers = dict(self._model.named_buffers())
-            for name, value in restored["buffers"].items():
-                buffers[name].copy_(value)
+        self._buffers.restore(restored["buffers"])
         for name, value in restored["registered"].items():
             if name in self._session._registered:
                 self._session._registered[name][1](value)

@@ -165,7 +165,7 @@ def restore(
             raise error
         for buffer in buffers.values():
             buffer.store()
-    if {name: digest for name, digest in state.digests().items()} != inventory.digests:
+    if state.digests() != inventory.digests:
         raise StateError("the received state has another digest than its source")
     return inventory, sum(length for _, _, length in pieces)
 

@@ -31,7 +31,7 @@ def load(
     `command_line` holds only what was given there. `explicit_file` (--config) must exist; torchpass.toml in
     `directory` may be absent.
     """
-    sources = [Source("--{dashed} (command line)", command_line), _environment(environment)]
+    sources = [Source("--{dashed} (command line)", command_line, text=True), _environment(environment)]
     file = _file(directory, explicit_file)
     if file is not None:
         sources.append(file)
@@ -94,7 +94,7 @@ def _environment(environment: Mapping[str, str]) -> Source:
             raise ConfigError(
                 f"{name} (environment): there is no setting {field!r}; did you mean {PREFIX}{meant.upper()}?"
             )
-    return Source(PREFIX + "{upper} (environment)", values)
+    return Source(PREFIX + "{upper} (environment)", values, text=True)
 
 
 def _file(directory: Path, explicit: str | None) -> Source | None:

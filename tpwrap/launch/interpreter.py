@@ -6,26 +6,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import tpwrap
-
-_START = """\
-import importlib, sys
-if sys.path and sys.path[0] == "":
-    del sys.path[0]
-root, module = sys.argv.pop(1), sys.argv.pop(1)
-try:
-    import tpwrap
-except ImportError:
-    sys.path.append(root)
-sys.exit(importlib.import_module(module).main(sys.argv[1:]))
-"""
+_START = Path(__file__).resolve().parent / "start" / "torchpass.py"
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Call `main(arguments)` of one of our modules in a new interpreter. Unlike `python -m`, without the current
-    directory on sys.path: a user's logging.py beside train.py must not end up in our processes."""
-    root = str(Path(tpwrap.__file__).resolve().parent.parent)
-    return [sys.executable, "-u", "-c", _START, root, module, *arguments]
+    """Call `main(arguments)` of one of our modules in a new interpreter.
+
+    Unlike with `python -m` the current directory is not on sys.path: a user's logging.py beside train.py must
+    not end up in our processes.
+    """
+    return [sys.executable, "-u", str(_START), module, *arguments]
 
 
 def job_environment(base: Mapping[str, str]) -> dict[str, str]:

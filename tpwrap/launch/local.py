@@ -33,6 +33,8 @@ from tpwrap.report import story
 HOST = "127.0.0.1"
 INTERNAL_ERROR = 70
 _WRITE_OUT = 5.0
+_SAME_KEY_PRESS = 0.5
+"""timeout(1), make and job managers pass a signal on to us that we have got from the terminal, too"""
 
 
 def run_local(settings: Settings, job: Job, command: Command, environment: Mapping[str, str]) -> int:
@@ -73,6 +75,7 @@ class LocalRun:
         self._forge: Forge | None = None
         self._coordinator: Coordinator | None = None
         self._stopped_by: signal.Signals | None = None
+        self._stopped_at = 0.0
         self._down: set[int] = set()
         self._notices: set[str] = set()
         self._counts = ""
@@ -94,9 +97,7 @@ class LocalRun:
             return INTERNAL_ERROR
         except Exception:
             self._write(traceback.format_exc())
-            self._say(
-                f"internal error, please report it; what happened is in {self.rundir.path}", always=True
-            )
+            self._say(f"internal error, please report it with {self.rundir.path}", always=True)
             return INTERNAL_ERROR
         else:
             self._report(verdict)
@@ -106,6 +107,7 @@ class LocalRun:
             if self._forge is not None:
                 self._forge.close()
             self._writer.close(_WRITE_OUT)
+            self._reaper.close()
 
     async def _train(self) -> Verdict:
         self._introduce()
@@ -161,12 +163,15 @@ class LocalRun:
         self._say("error: the rendezvous store has ended, so a failure can no longer be healed", always=True)
 
     def _on_stop(self, number: signal.Signals) -> None:
+        now = asyncio.get_running_loop().time()
         if self._stopped_by is not None:
+            if now - self._stopped_at < _SAME_KEY_PRESS:
+                return
             self._say("killing everything now", always=True)
             for pid in self.supervisors.values():
                 processes.kill_group(pid)
             return
-        self._stopped_by = number
+        self._stopped_by, self._stopped_at = number, now
         self._say(f"{signal.Signals(number).name}: ending the job (once more: at once)", always=True)
         if self._coordinator is not None:
             self._coordinator.stop("SIGINT" if number == signal.SIGINT else "SIGTERM")
@@ -205,11 +210,8 @@ class LocalRun:
             self._say(line)
 
     def _introduce(self) -> None:
-        job = self.job
-        nodes = f"{job.nodes} node{'s' if job.nodes > 1 else ''}"
-        spares = f" and {job.spares} spare{'s' if job.spares > 1 else ''}" if job.spares else ", no spare"
-        ranks = f"{job.nproc_per_node} rank{'s' if job.nproc_per_node > 1 else ''} each"
-        self._say(f"{nodes}{spares}, {ranks}: {shlex.join(self.command.argv)}")
+        shape = story.shape(self.job.nodes, self.job.spares, self.job.nproc_per_node)
+        self._say(f"{shape}: {shlex.join(self.command.argv)}")
         self._say(f"logs: {self.rundir.log_dir}/rank*.log   events: torchpass events {self.rundir.path}")
 
     def _report(self, verdict: Verdict) -> None:

@@ -47,6 +47,7 @@ class Reaper:
                 self._unclaimed.clear()
 
     def close(self) -> None:
+        """Reap no more. Before the loop is closed: a signal in the midst of that would be an ugly message."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def _collect(self) -> None:

@@ -82,6 +82,7 @@ class Supervisor:
         """all whose process has not ended"""
         self.ending = ""
         self._ended = asyncio.Event()
+        self._servers: list[asyncio.Server | SidecarServer] = []
         self._link: CoordinatorLink | None = None
         self._outbox: list[FromWorker | WorkerExited] = []
         """what workers said before the coordinator was reached"""
@@ -131,16 +132,13 @@ class Supervisor:
         # Warming up needs no coordinator, so it begins at once.
         for slot in self.slots:
             self._fill(slot)
-        try:
-            self._link = await CoordinatorLink.open(*self.spec.coordinator, key, hello, self.timeouts)
-            for message in self._outbox:
-                self._link.post(message)
-            self._background(self._obey(self._link))
-            self._background(self._watch_stopped())
-            await self._ended.wait()
-        finally:
-            server.close()
-            sidecars.close()
+        self._servers += [server, sidecars]
+        self._link = await CoordinatorLink.open(*self.spec.coordinator, key, hello, self.timeouts)
+        for message in self._outbox:
+            self._link.post(message)
+        self._background(self._obey(self._link))
+        self._background(self._watch_stopped())
+        await self._ended.wait()
 
     async def _obey(self, link: CoordinatorLink) -> None:
         """Carry out what the coordinator says, until it says to end or is lost."""
@@ -170,6 +168,8 @@ class Supervisor:
         deadline = loop.time() + self.timeouts.stop_grace
         while self.workers and loop.time() < deadline:
             await asyncio.sleep(0.02)
+        for server in self._servers:
+            server.close()
         for task in self._tasks:
             task.cancel()
         if self._zygote is not None:
@@ -188,11 +188,20 @@ class Supervisor:
         except OSError:
             pass
         self._writer.close(_WRITE_OUT)
+        self._reaper.close()
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # A supervisor that has stopped listening or watching is worse than none: give the node up.
+            self._say("".join(traceback.format_exception(error)).rstrip())
+            self._end(f"internal error: {error}")
 
     def _say(self, text: str) -> None:
         self._writer.write(2, f"torchpass: {text}\n".encode())
@@ -225,11 +234,11 @@ class Supervisor:
             return
         finally:
             slot.starting = False
+        if self.ending:  # it was not there yet when the others were asked to end
+            worker.terminate()
         await asyncio.sleep(self.timeouts.warm)
         if not worker.warm and worker.returncode is None:
-            self._say(
-                f"node {self.spec.node}: {name} was not warm after {self.timeouts.warm:g} s and is killed"
-            )
+            self._say(f"node {self.spec.node}: {name} is not warm after {self.timeouts.warm:g} s; killing it")
             worker.kill()
 
     async def _spawn(self, worker: Worker) -> None:

@@ -34,8 +34,7 @@ class TemplateReply(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: FD PARENT MODE HOST STDIN STDOUT. MODE: 'preload', or 'bare' where workers are executed rather
-    than forked."""
+    """arguments: FD PARENT MODE HOST STDIN STDOUT. MODE: 'preload', or 'bare' where workers are executed."""
     fd, parent, mode, host, *descriptors = arguments
     processes.die_with_parent(int(parent))
     sock = socket.socket(fileno=int(fd))
@@ -81,6 +80,7 @@ def _become_store(sock: socket.socket, host: str, fds: Sequence[int]) -> int:
         os.dup2(fd, target)
         os.close(fd)
     zygote.reset_signals()
+    processes.set_name("tp-store")
     os.setsid()
     return store.main(["--host", host])
 
@@ -89,5 +89,6 @@ def _become_supervisor(spec: NodeSpec, sock: socket.socket) -> int:
     sock.close()
     os.setsid()
     zygote.reset_signals()
-    zygote_pid, zygote_socket = zygote.fork_zygote()
+    zygote_pid, zygote_socket = zygote.fork_zygote(f"tp-zygote{spec.node}")
+    processes.set_name(f"tp-node{spec.node}")
     return supervisor.run(spec, zygote_socket, zygote_pid)

@@ -63,17 +63,16 @@ def request(sock: socket.socket, spawn: SpawnRequest, stdout: int, stderr: int) 
     return reply
 
 
-def fork_zygote(close: socket.socket | None = None) -> tuple[int, socket.socket]:
+def fork_zygote(name: str) -> tuple[int, socket.socket]:
     """Fork a zygote from this process, which must be single-threaded and preloaded.
 
-    Returns its pid and our end of its socket. `close`: a socket that it must not keep.
+    Returns its pid and our end of its socket.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        if close is not None:
-            close.close()
+        processes.set_name(name)
         run_forked(lambda: serve(theirs))
     theirs.close()
     return pid, ours
@@ -172,6 +171,7 @@ def _become_worker(spawn: SpawnRequest, fds: list[int]) -> None:
     reset_signals()
     os.environ.clear()
     os.environ.update(spawn.env)
+    processes.set_name(f"tp-{spawn.env.get('TORCHPASS_WORKER', 'worker')}")
     if spawn.python is None:
         _execute(spawn.argv)
     _fresh_streams()
@@ -214,7 +214,7 @@ def _own_randomness_and_threads() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: FD MODE (see the template). A zygote of its own process: there is no template, or it died."""
+    """arguments: FD MODE (see the template). A zygote of its own: there is no template, or its fork died."""
     fd, mode = arguments
     processes.die_with_parent(os.getppid())
     if mode == "preload":

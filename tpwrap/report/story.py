@@ -34,12 +34,10 @@ def line(event: events.Event) -> str | None:
 def full(event: events.Event) -> str:
     """Like `line`, for every kind of event."""
     if isinstance(event, events.JobStarted):
-        spares = f" and {event.spares} spare" if event.spares else ""
-        return f"job of {event.nodes} nodes{spares}, {event.nproc_per_node} ranks each"
+        return shape(event.nodes, event.spares, event.nproc_per_node)
     if isinstance(event, events.NodeJoined):
-        return (
-            f"node {event.node} joined{' as a spare' if event.spare else ''} ({event.host}, pid {event.pid})"
-        )
+        spare = " as a spare" if event.spare else ""
+        return f"node {event.node} joined{spare} ({event.host}, pid {event.pid})"
     if isinstance(event, events.WorkerAssigned):
         return f"rank {event.rank} is {event.worker} on node {event.node} (pid {event.pid})"
     if isinstance(event, events.FailoverStarted):
@@ -49,6 +47,13 @@ def full(event: events.Event) -> str:
     if isinstance(event, events.NodeDown) and not event.ranks:
         return f"node {event.node} is down: {event.cause}"
     return line(event) or ""
+
+
+def shape(nodes: int, spares: int, nproc_per_node: int) -> str:
+    """'4 nodes and 1 spare, 1 rank each'."""
+    parts = f"{nodes} node{'s' if nodes > 1 else ''}"
+    parts += f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ", no spare"
+    return f"{parts}, {nproc_per_node} rank{'s' if nproc_per_node > 1 else ''} each"
 
 
 def counts(event: events.JobEnded) -> str:

@@ -128,6 +128,7 @@ FuturePtr Group::submit(Call call, WorkPtr* inner_work) {
     call.in = std::move(kept);
   }
   entry->call = std::move(call);
+  entry->call.echo = nullptr;  // offline only; it holds the caller's tensors
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
     entry->index = issued_++;
@@ -229,12 +230,13 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
   static const std::string dropped = "injected: result dropped";
   FuturePtr future;
   Tensors out;
+  WorkPtr finished;  // let go after the lock: it may hold the last reference to a tensor that Python knows
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
     journal_.in_flight_--;
     journal_.cv_.notify_all();
     if (epoch != epoch_ || entry->epoch != epoch || entry->done) return;  // an abandoned launch
-    entry->inner_work.reset();
+    finished = std::move(entry->inner_work);
     if (entry->dropped && !error) { entry->dropped = false; error = &dropped; }
     if (error) {
       journal_.bad_++;
@@ -429,6 +431,7 @@ Fault Journal::next_fault() {  // m_ is held
 
 // All ranks have reached `step`: no newcomer can enter before it, so older contributions are never asked for again.
 void Journal::trim(int64_t step) {  // m_ is held
+  common_ = std::max(common_, step);
   for (auto& w : groups_) {
     auto g = w.lock();
     if (!g) continue;
@@ -523,7 +526,7 @@ std::map<std::string, int64_t> Journal::stats() {
   for (auto& w : groups_) if (auto g = w.lock()) entries += static_cast<int64_t>(g->log_.size());
   return {{"mode", static_cast<int64_t>(mode_)}, {"step", step_}, {"bytes", bytes_}, {"peak_bytes", peak_},
           {"entries", entries}, {"issued", issued_}, {"bad", bad_}, {"in_flight", in_flight_},
-          {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"issued_in_step", issued_in_step_}};
+          {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"common_step", common_}, {"issued_in_step", issued_in_step_}};
 }
 
 }  // namespace torchpass

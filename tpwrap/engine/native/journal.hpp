@@ -139,8 +139,9 @@ class Journal {
   std::string failure_;
   const int world_size_;
   const int64_t budget_, record_budget_;
-  int64_t step_ = -1, bytes_ = 0, peak_ = 0, recorded_ = 0, in_flight_ = 0, replaying_ = 0, replayed_ = 0,
-          replay_from_ = -1, lost_step_ = -2;
+  std::atomic<int64_t> step_{-1};
+  int64_t bytes_ = 0, peak_ = 0, recorded_ = 0, in_flight_ = 0, replaying_ = 0, replayed_ = 0,
+          replay_from_ = -1, lost_step_ = -2, common_ = -1;  // common_: a step that every rank has reached
   int64_t issued_in_step_ = 0, issued_ = 0, bad_ = 0, armed_step_ = -3, armed_nth_ = -1;
   Fault armed_ = Fault::none;
   std::vector<std::weak_ptr<Group>> groups_;

@@ -8,6 +8,7 @@
 
 namespace py = pybind11;
 using namespace torchpass;
+// For everything that takes a lock: a thread that holds the lock may need the GIL to drop a tensor that Python knows.
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -25,13 +26,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("adopt", &Group::adopt, py::arg("inner").none(true), NoGil())
       .def("serve", &Group::serve, NoGil())
       .def("record", &Group::record, NoGil())
-      .def_property_readonly("inner", &Group::inner)
+      .def_property_readonly("inner", py::cpp_function(&Group::inner, NoGil()))
       .def_property_readonly("served_mismatches", &Group::served_mismatches);
 
   py::class_<Journal, std::shared_ptr<Journal>>(m, "Journal")
       .def(py::init<int, int64_t, int64_t>(), py::arg("world_size"), py::arg("budget_bytes"), py::arg("record_bytes"))
-      .def("group", &Journal::group, py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("poll") = false)
-      .def_property("step", &Journal::step, &Journal::set_step)
+      .def("group", &Journal::group, py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("poll") = false, NoGil())
+      .def_property("step", &Journal::step, py::cpp_function(&Journal::set_step, NoGil()))
       .def("suspend", &Journal::suspend, NoGil())
       .def("drain", &Journal::drain, NoGil())
       .def("go_offline", &Journal::go_offline, NoGil())

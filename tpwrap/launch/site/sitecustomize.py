@@ -25,7 +25,7 @@ def _enter() -> None:
     if "TORCHPASS_SOCKET" not in os.environ:
         return
     try:
-        from tpwrap.engine import bootstrap
+        import tpwrap.engine.bootstrap as bootstrap
     except ImportError as e:
         print(
             f"torchpass: {sys.executable} cannot import the engine ({e}); install tpwrap in its environment",

@@ -1,0 +1,79 @@
+"""The training script of the benchmarks: a DDP multilayer perceptron that runs the same under tpwrap and torchrun.
+
+Every rank writes a line `step time` to OUT/times<rank>.txt when an update is applied (seconds since the epoch). Under
+torchrun it can kill its own rank (`--kill-step`, first attempt only) in the middle of backward, and resumes from its
+last checkpoint, as a script must that torchrun restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import tpwrap
+
+KILLED = 1
+"""the rank that dies"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--width", type=int, default=384, help="384: 4.7 MB of parameters; 768: 19 MB")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--checkpoint-every", type=int, default=0, help="0: never")
+    parser.add_argument("--kill-step", type=int, default=-1)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    layers = [m for _ in range(args.layers) for m in (torch.nn.Linear(args.width, args.width), torch.nn.ReLU())]
+    net = torch.nn.Sequential(*layers)
+    model = DDP(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    done = 0
+    checkpoint = args.out / "checkpoint.pt"
+    if args.checkpoint_every and checkpoint.exists():
+        saved = torch.load(checkpoint)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["step"]
+    if args.kill_step >= 0 and rank == KILLED and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+
+        def die(_: torch.Tensor) -> None:
+            if done + tp.step == args.kill_step:
+                (args.out / "killed.txt").write_text(repr(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        parameters = list(net.parameters())
+        parameters[len(parameters) // 2].register_hook(die)
+    tp = tpwrap.session(model=model, optimizer=optimizer)
+    data = torch.randn(256, args.width, generator=torch.Generator().manual_seed(rank))
+    batches = [data[torch.randperm(256)[: args.batch_size]] for _ in range(8)]
+    log = os.open(args.out / f"times{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for batch in tp.batches([batches[i % 8] for i in range(done, args.steps)]):
+        optimizer.zero_grad()
+        loss = (model(batch) - batch).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        step = done + tp.step
+        os.write(log, f"{step} {time.time()!r}\n".encode())
+        if args.checkpoint_every and step % args.checkpoint_every == 0 and rank == 0:
+            saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(saved, args.out / "new.pt")
+            os.replace(args.out / "new.pt", checkpoint)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What does protection cost while nothing fails? Step time and cost per collective call, beside torchrun, paired.
+
+    python benchmarks/overhead.py [--pairs 5]
+
+The same script under `tpwrap` and under `torchrun`, in turn, 4 ranks on this machine, at two model sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.pause import spread
+from benchmarks.running import RANKS, step_times, under_torchrun, under_tpwrap
+
+SIZES = {
+    "4.7 MB of gradients": ["--width", "384", "--batch-size", "256", "--steps", "150"],
+    "19 MB of gradients": ["--width", "768", "--batch-size", "128", "--steps", "120"],
+}
+CALLS = {"all-reduce of 4 bytes": "1", "all-reduce of 1 MB": str(1 << 18)}
+_WARM_UP = 20
+
+
+def step_ms(out: Path) -> float:
+    """Median step time over all ranks."""
+    gaps: list[float] = []
+    for rank in range(RANKS):
+        when = [t for _, t in step_times(out, rank)][_WARM_UP:]
+        gaps += [b - a for a, b in itertools.pairwise(when)]
+    return 1000 * statistics.median(gaps)
+
+
+def call_us(out: Path) -> float:
+    return statistics.median(float((out / f"call{rank}.txt").read_text()) for rank in range(RANKS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="paired runs of each (default 5; about 2 min each)")
+    pairs = parser.parse_args().pairs
+    console = Console()
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in (*SIZES, *CALLS)}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        for pair in track(range(pairs), "paired runs", console=console):
+            for name in rows:
+                script = "mlp.py" if name in SIZES else "allreduce.py"
+                arguments = SIZES.get(name) or ["--elements", CALLS[name]]
+                if CALLS.get(name, "1") != "1":
+                    arguments += ["--calls", "500"]
+                measure = step_ms if name in SIZES else call_us
+                here = root / f"{pair}-{name.replace(' ', '-')}"
+                under_tpwrap(script, here / "tpwrap", arguments, [])
+                under_torchrun(script, here / "torchrun", arguments)
+                rows[name].append((measure(here / "tpwrap"), measure(here / "torchrun")))
+    table = Table("", "tpwrap", "torchrun", "ratio, pair by pair", title=f"median (min–max) of {pairs} paired runs")
+    for name, values in rows.items():
+        unit = "ms/step" if name in SIZES else "µs/call"
+        ours, theirs = [a for a, _ in values], [b for _, b in values]
+        table.add_row(f"{name}, {unit}", spread(ours), spread(theirs), spread([a / b for a, b in values]))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

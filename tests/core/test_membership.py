@@ -1,0 +1,614 @@
+"""The rules of membership one by one; their interplay is in test_model.py."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from tpwrap.control import messages as m
+from tpwrap.core import events, faults, membership
+from tpwrap.core.job import Job
+from tpwrap.core.state import (
+    Action,
+    Emit,
+    End,
+    Exited,
+    FenceNode,
+    Heard,
+    Joined,
+    KillWorker,
+    NodeLost,
+    Observation,
+    Said,
+    Send,
+    Stage,
+    Stop,
+    Tick,
+)
+
+M = TypeVar("M", bound=m.Message)
+E = TypeVar("E")
+
+
+class Play:
+    """A job that is driven by hand. `see` returns the actions of one observation."""
+
+    def __init__(self, job: Job, start: bool = True, step: int = 20) -> None:
+        self.job = job
+        self.now = 100.0
+        self.state = membership.initial(job, "10.0.0.1:29400", "run", self.now)
+        self.actions: list[Action] = []
+        self.spawned = 0
+        if start:
+            for node in range(job.total_nodes):
+                self.join(node)
+            for node in range(job.total_nodes):
+                for slot in range(job.nproc_per_node):
+                    self.warm(node, slot)
+            for rank in range(job.world_size):
+                self.say(rank, m.SetupDone(0, ["numpy"]))
+                self.say(rank, m.Progress(step))
+
+    def see(self, seen: Observation, after: float = 0.0) -> list[Action]:
+        self.now += after
+        result = membership.transition(self.state, seen, self.now)
+        self.state, self.actions = result.state, result.actions
+        return result.actions
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Time passes, all supervisors that are up send heartbeats."""
+        collected: list[Action] = []
+        while seconds > 0 and self.state.stage is not Stage.ENDED:
+            self.now += 0.5
+            seconds -= 0.5
+            for node in self.state.up_nodes():
+                self.see(Heard(node))
+            collected += self.see(Tick())
+        return collected
+
+    def join(self, node: int) -> list[Action]:
+        return self.see(Joined(node, f"host{node}", 1, self.job.nproc_per_node, f"side:{node}"))
+
+    def warm(self, node: int, slot: int = 0) -> list[Action]:
+        name = f"n{node}s{slot}w{self.spawned}"
+        self.spawned += 1
+        return self.see(Said(node, slot, name, m.WarmReady(self.spawned, f"state:{name}")))
+
+    def say(self, rank: int, message: m.WorkerMessage) -> list[Action]:
+        name = self.state.ranks[rank].worker
+        assert name is not None
+        worker = self.state.workers[name]
+        return self.see(Said(worker.node, worker.slot, name, message))
+
+    def die(self, rank: int, returncode: int = -9) -> list[Action]:
+        name = self.state.ranks[rank].worker
+        assert name is not None
+        return self.see(Exited(self.state.workers[name].node, name, returncode))
+
+    def release(self, step: int, *ranks: int) -> list[Action]:
+        for rank in ranks or tuple(self.state.awaiting):
+            self.say(rank, m.Released(self.state.generation, step, 0.0))
+        return self.actions
+
+    def ready(self, step: int, digest: str = "d") -> list[Action]:
+        for rank in sorted(self.state.awaiting):
+            self.say(rank, m.Ready(self.state.generation, step, digest, "", {}))
+        return self.actions
+
+    def resumed(self) -> list[Action]:
+        for rank in sorted(self.state.awaiting):
+            self.say(rank, m.Resumed(self.state.generation, {}, 0))
+        return self.actions
+
+    def heal(self, step: int) -> None:
+        self.release(step)
+        self.ready(step)
+        self.resumed()
+        assert self.state.stage is Stage.RUNNING
+
+
+def sent(actions: list[Action], kind: type[M]) -> dict[str, M]:
+    return {a.worker: a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)}
+
+
+def emitted(actions: list[Action], kind: type[E]) -> list[E]:
+    return [a.event for a in actions if isinstance(a, Emit) and isinstance(a.event, kind)]
+
+
+def ending(actions: list[Action]) -> End:
+    assert isinstance(actions[-1], End), actions
+    return actions[-1]
+
+
+# --- start and end ---------------------------------------------------------------------------------
+
+
+def test_ranks_are_assigned_once_every_supervisor_is_known_and_as_workers_get_warm() -> None:
+    play = Play(Job(nodes=2, spares=1), start=False)
+    play.join(0)
+    play.join(1)
+    assert not sent(play.warm(0), m.Assign)  # the spare's sidecar address is not known yet
+    (assign,) = sent(play.join(2), m.Assign).values()
+    assert (assign.rank, assign.generation, assign.plan, assign.incarnation) == (0, 0, None, 0)
+    assert play.state.stage is Stage.STARTING
+    (assign,) = sent(play.warm(1), m.Assign).values()
+    assert assign.rank == 1
+    assert play.state.stage is Stage.RUNNING
+    assert not sent(play.warm(2), m.Assign)
+
+
+def test_a_supervisor_that_never_connects_is_replaced() -> None:
+    play = Play(Job(nodes=2, spares=1), start=False)
+    play.join(0)
+    play.warm(0)
+    play.join(2)
+    play.warm(2)
+    actions = play.wait(61)
+    assigned = sent(actions, m.Assign)
+    assert {a.rank for a in assigned.values()} == {0, 1}
+    assert all(a.plan is not None and a.plan.step == -1 for a in assigned.values())
+    assert sent(actions, m.Resume).keys() == assigned.keys()
+    assert play.state.stage is Stage.RUNNING
+
+
+def test_all_finished_ends_with_0_and_bye() -> None:
+    play = Play(Job(nodes=2))
+    assert play.say(0, m.Finished(30)) == []
+    actions = play.say(1, m.Finished(30))
+    assert len(sent(actions, m.Bye)) == 2
+    assert ending(actions).exit_code == 0
+    assert emitted(actions, events.JobEnded)[0].steps == 30
+    assert play.see(Tick()) == []
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_stop(name: str, code: int) -> None:
+    assert ending(Play(Job(nodes=2)).see(Stop(name))).exit_code == code
+
+
+def test_a_worker_that_finished_and_dies_early_is_healed_like_any_other() -> None:
+    play = Play(Job(nodes=2))
+    play.say(0, m.Finished(30))
+    play.warm(0)
+    play.die(0, 0)
+    play.release(29)
+    assert play.state.plan is not None
+    assert play.state.plan.newcomers == [0]
+
+
+# --- the way of a failure ----------------------------------------------------------------------------
+
+
+def test_the_way_of_a_failure_in_order() -> None:
+    play = Play(Job(nodes=4, spares=1))
+    play.warm(1)
+    actions = play.die(1)
+    assert sent(actions, m.Release).keys() == {"n0s0w0", "n2s0w2", "n3s0w3"}
+    assert not [a for a in actions if isinstance(a, KillWorker)]  # it is dead already
+    assert emitted(actions, events.RankFailed)[0].cause == "its worker was killed by signal 9"
+    play.say(0, m.Released(1, 21, 0.0))
+    play.say(2, m.Released(1, 20, 0.0))
+    actions = play.say(3, m.Released(1, 20, 0.0))
+    plans = sent(actions, m.Plan)
+    (assign,) = sent(actions, m.Assign).values()
+    assert all(plan == assign.plan for plan in plans.values())
+    plan = assign.plan
+    assert plan is not None
+    assert (plan.generation, plan.step, plan.sources, plan.newcomers) == (1, 20, [2, 3], [1])
+    assert plan.members == ["state:n0s0w0", "state:n1s0w5", "state:n2s0w2", "state:n3s0w3"]
+    assert plan.keepers == {1: ["side:2"]}
+    assert plan.buddies == [["side:1"], ["side:2"], ["side:3"], ["side:0"]]
+    for rank, step in ((0, 21), (1, 20), (2, 20)):
+        assert play.say(rank, m.Ready(1, step, f"d{step}", "", {"x": rank})) == []
+    actions = play.say(3, m.Ready(1, 20, "d20", "", {}))
+    assert len(sent(actions, m.Resume)) == 4
+    assert play.state.ranks[1].live
+    play.resumed()
+    (finished,) = emitted(play.actions, events.FailoverFinished)
+    assert finished.timings == {"x": 2}
+    assert "healed in its own slot" in finished.reason
+    assert play.state.stage is Stage.RUNNING
+
+
+def test_in_set_up_newcomers_run_live_without_a_barrier() -> None:
+    play = Play(Job(nodes=2, spares=1), start=False)
+    for node in range(3):
+        play.join(node)
+        play.warm(node)
+    play.see(NodeLost(1, "gone"))
+    actions = play.release(-1)
+    (assign,) = sent(actions, m.Assign).values()
+    assert assign.plan is not None
+    assert (assign.plan.step, assign.plan.sources, assign.plan.keepers) == (-1, [], {1: ["side:0"]})
+    assert len(sent(actions, m.Resume)) == 2
+    assert play.state.ranks[1].live
+    play.say(0, m.Resumed(1, {}, 0))
+    assert play.state.stage is Stage.RUNNING
+
+
+def test_messages_of_an_older_generation_are_dropped() -> None:
+    play = Play(Job(nodes=3))
+    play.warm(2)
+    play.die(2)
+    play.die(1)  # generation 2
+    play.say(0, m.Released(1, 20, 0.0))
+    assert play.state.awaiting == {0}
+    play.warm(1)
+    play.say(0, m.Released(2, 20, 0.0))
+    assert play.state.stage is Stage.RESTORING
+    play.say(1, m.Ready(1, 20, "d", "", {}))
+    play.say(0, m.CommError(1, "x"))
+    assert play.state.awaiting == {0, 1, 2}
+    assert play.state.hint is None
+    play.ready(20)
+    play.say(0, m.Resumed(1, {}, 0))
+    assert play.state.awaiting == {0, 1, 2}
+
+
+def test_a_failure_while_restoring_starts_again_and_keeps_the_newcomer() -> None:
+    play = Play(Job(nodes=3))
+    play.warm(2)
+    play.die(2)
+    play.release(20)
+    newcomer = play.state.ranks[2].worker
+    play.warm(1)
+    actions = play.die(1)
+    assert sent(actions, m.Release).keys() == {"n0s0w0", newcomer}
+    assert play.state.awaiting == {0}  # a newcomer is not asked
+    actions = play.release(20)
+    assert newcomer in sent(actions, m.Plan)
+    (assign,) = sent(actions, m.Assign).values()
+    assert assign.rank == 1
+    assert play.state.plan is not None
+    assert play.state.plan.newcomers == [1, 2]
+    assert play.state.plan.sources == [0]
+
+
+def test_a_failure_while_resuming_folds_into_the_same_failover() -> None:
+    play = Play(Job(nodes=3))
+    play.warm(2)
+    play.die(2)
+    play.release(20)
+    play.ready(20)
+    play.warm(1)
+    play.die(1)
+    play.release(20)
+    play.ready(20)
+    (finished,) = emitted(play.resumed(), events.FailoverFinished)
+    assert finished.ranks == [1, 2]
+    assert play.state.failovers == 1
+
+
+def test_digests_that_differ_end_the_job() -> None:
+    play = Play(Job(nodes=2))
+    play.warm(1)
+    play.die(1)
+    play.release(20)
+    play.say(0, m.Ready(1, 20, "aaaa", "", {}))
+    end = ending(play.say(1, m.Ready(1, 20, "bbbb", "", {})))
+    assert end.exit_code == 70
+    assert "aaaa" in end.reason
+    assert "bbbb" in end.reason
+
+
+def test_the_last_survivor_lost_ends_with_75() -> None:
+    play = Play(Job(nodes=2, spares=2))
+    play.see(NodeLost(0, "gone"))
+    end = ending(play.see(NodeLost(1, "gone")))
+    assert end.exit_code == 75
+    assert "no copy of the model is left" in end.reason
+
+
+# --- what moves where ------------------------------------------------------------------------------
+
+
+def test_a_lost_node_moves_as_a_whole() -> None:
+    play = Play(Job(nodes=2, nproc_per_node=2, spares=1))
+    actions = play.see(NodeLost(0, "power"))
+    assert [a for a in actions if isinstance(a, FenceNode)]
+    assert {e.rank for e in emitted(actions, events.RankFailed)} == {0, 1}
+    assigned = sent(play.release(20), m.Assign)
+    assert [(a.rank, a.env["LOCAL_RANK"]) for a in assigned.values()] == [(0, "0"), (1, "1")]
+    assert all(name.startswith("n2") for name in assigned)
+    assert {a.env["GROUP_RANK"] for a in assigned.values()} == {"0"}
+
+
+def test_out_of_spares() -> None:
+    play = Play(Job(nodes=3, spares=1))
+    play.see(NodeLost(0, "power"))
+    play.heal(20)
+    play.see(NodeLost(1, "power"))
+    end = ending(play.release(21))
+    assert end.exit_code == 75
+    for words in ("node 1", "rank 1", "1 spare node", "--spares 2", "no spare is left"):
+        assert words in end.reason
+
+
+def test_an_idle_spare_dies_and_nobody_is_disturbed() -> None:
+    play = Play(Job(nodes=3, spares=2))
+    actions = play.see(NodeLost(3, "power"))
+    assert emitted(actions, events.SpareLost) == [events.SpareLost(3, "power", 1)]
+    assert not [a for a in actions if isinstance(a, Send)]
+    play.see(NodeLost(0, "power"))
+    assert list(sent(play.release(20), m.Assign)) == ["n4s0w4"]
+
+
+def test_an_idle_spare_that_was_the_last_buddy_is_replaced_as_buddy() -> None:
+    play = Play(Job(nodes=1, nproc_per_node=2, spares=1))
+    assert play.state.ranks[0].buddies == (1,)
+    actions = play.see(NodeLost(1, "power"))
+    assert len(sent(actions, m.Release)) == 2
+    plan = next(iter(sent(play.release(20), m.Plan).values()))
+    assert plan.buddies == [["side:0"], ["side:0"]]
+    assert plan.newcomers == []
+    play.ready(20)
+    (finished,) = emitted(play.resumed(), events.FailoverFinished)
+    assert finished.ranks == []
+
+
+def test_keepers_are_remembered_across_changes_of_buddies() -> None:
+    play = Play(Job(nodes=3, spares=1))
+    assert play.state.ranks[0].keepers == (1,)
+    play.see(NodeLost(1, "power"))
+    play.release(20)
+    assert play.state.ranks[0].buddies == (2,)
+    play.ready(20)
+    play.resumed()
+    assert play.state.ranks[0].keepers == (2,)
+    assert play.state.ranks[2].keepers == (3, 0)  # rank 1 runs on node 3 now
+    assert play.state.ranks[1].keepers == (0, 2)  # moved to node 3: buddy 0; node 2 may still hold its last
+
+
+def test_the_same_step_again_moves_to_a_spare_and_then_ends_with_the_traceback() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    failure = m.Failed(20, "ValueError: bad", "Traceback: bad", 3)
+    for attempt, place in ((1, (1, 0)), (2, (2, 0))):
+        play.warm(*play.state.ranks[1].place)
+        actions = play.say(1, failure)
+        assert [a.worker for a in actions if isinstance(a, KillWorker)]
+        play.heal(20)
+        assert play.state.ranks[1].place == place, attempt
+    play.warm(2)
+    play.say(1, failure)
+    end = ending(play.release(20))
+    assert (end.exit_code, end.traceback) == (3, "Traceback: bad")
+    assert "3 times at the same step" in end.reason
+
+
+def test_the_same_step_again_without_a_spare_ends() -> None:
+    play = Play(Job(nodes=2))
+    play.warm(1)
+    play.die(1)
+    play.heal(20)
+    play.warm(1)
+    play.die(1)
+    end = ending(play.release(20))
+    assert end.exit_code == 75
+    assert "2 times at the same step" in end.reason
+
+
+def test_another_step_is_not_a_repetition() -> None:
+    play = Play(Job(nodes=2))
+    for step in range(20, 26):
+        play.warm(1)
+        play.die(1)
+        play.heal(step)
+        assert play.state.ranks[1].place == (1, 0)
+
+
+def test_failed_and_exited_are_one_failure() -> None:
+    play = Play(Job(nodes=2))
+    worker = play.state.ranks[1].worker
+    assert worker is not None
+    play.say(1, m.Failed(20, "E: x", "tb", 1))
+    assert play.see(Exited(1, worker, 1)) == []
+    assert play.state.generation == 1
+
+
+def test_a_bug_on_all_ranks_ends_at_once_with_the_first_traceback() -> None:
+    play = Play(Job(nodes=3, spares=1))
+    play.say(1, m.Failed(20, "E: one", "tb 1", 1))
+    play.now += 0.1
+    play.say(0, m.Failed(20, "E: zero", "tb 0", 1))
+    end = ending(play.say(2, m.Failed(20, "E: two", "tb 2", 1)))
+    assert (end.exit_code, end.traceback) == (1, "tb 1")
+    assert "every rank failed" in end.reason
+
+
+def test_a_single_rank_that_raises_ends_the_job() -> None:
+    end = ending(Play(Job(nodes=1)).say(0, m.Failed(20, "E: x", "tb", 1)))
+    assert (end.exit_code, end.traceback) == (1, "tb")
+
+
+def test_exceptions_in_separate_recoveries_are_not_a_bug_on_all_ranks() -> None:
+    play = Play(Job(nodes=2))
+    for rank, step in ((0, 20), (1, 21)):
+        play.warm(rank)
+        play.say(rank, m.Failed(step, "E: x", "tb", 1))
+        play.heal(step)
+
+
+def test_unprotected_ends_the_job_with_its_reason() -> None:
+    end = ending(Play(Job(nodes=2)).say(1, m.Unprotected("sparse all-reduce")))
+    assert end.exit_code == 70
+    assert "sparse all-reduce" in end.reason
+
+
+# --- time ----------------------------------------------------------------------------------------------
+
+
+def test_a_failed_collective_waits_for_the_news_who_died() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.say(0, m.CommError(0, "reset by peer"))
+    assert not sent(play.wait(0.5), m.Release)
+    assert len(sent(play.wait(1.0), m.Release)) == 2
+    assert len(sent(play.release(20), m.Plan)) == 2
+    assert play.state.plan is not None
+    assert play.state.plan.newcomers == []
+    play.ready(20)
+    play.resumed()
+    assert play.state.stage is Stage.RUNNING
+
+
+def test_a_failed_collective_whose_cause_is_found_makes_one_recovery() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.say(0, m.CommError(0, "reset by peer"))
+    play.see(NodeLost(1, "power"))
+    play.heal(20)
+    play.wait(3)
+    assert play.state.generation == 1
+
+
+def test_collectives_that_never_heal_end_the_job() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    for _ in range(membership.HINT_ROUNDS):
+        play.say(0, m.CommError(play.state.generation, "no route"))
+        play.wait(1.5)
+        play.heal(20)
+    play.say(0, m.CommError(play.state.generation, "no route"))
+    end = ending(play.wait(1.5))
+    assert end.exit_code == 70
+    assert "no route" in end.reason
+
+
+def test_a_survivor_that_does_not_let_go_is_killed_and_replaced() -> None:
+    play = Play(Job(nodes=3))
+    play.warm(2)
+    play.die(2)
+    play.release(20, 0)
+    stuck = play.state.ranks[1].worker
+    actions = play.wait(15.5)
+    assert [a.worker for a in actions if isinstance(a, KillWorker)] == [stuck]
+    assert play.state.generation == 2
+    assert play.state.awaiting == {0}
+
+
+def test_a_newcomer_that_is_not_ready_in_time_is_replaced() -> None:
+    play = Play(Job(nodes=3))
+    play.warm(2)
+    play.die(2)
+    play.release(20)
+    stuck = play.state.ranks[2].worker
+    actions = play.wait(61)
+    assert [a.worker for a in actions if isinstance(a, KillWorker)] == [stuck]
+
+
+def test_a_slow_set_up_extends_what_a_newcomer_may_take() -> None:
+    play = Play(Job(nodes=2))
+    play.warm(1)
+    play.die(1)
+    play.release(20)
+    play.ready(20)
+    play.resumed()
+    play.wait(100)
+    play.say(1, m.SetupDone(1, []))  # 100 s after its assignment
+    play.warm(1)
+    play.die(1)
+    play.release(21)
+    assert not [a for a in play.wait(250) if isinstance(a, KillWorker)]
+    assert [a for a in play.wait(15) if isinstance(a, KillWorker)]
+
+
+def test_a_slot_without_warm_worker_is_given_up_for_a_spare() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.die(1)
+    play.release(20)
+    assert play.state.stage is Stage.PLACING
+    play.wait(121)
+    play.release(20)
+    assert play.state.ranks[1].place == (2, 0)
+    assert play.state.stage is Stage.RESTORING
+
+
+def test_a_warm_worker_that_comes_later_is_waited_for() -> None:
+    play = Play(Job(nodes=2))
+    play.die(1)
+    play.release(20)
+    assert play.state.stage is Stage.PLACING
+    (assign,) = sent(play.warm(1), m.Assign).values()
+    assert assign.rank == 1
+
+
+def test_a_silent_node_is_lost_but_not_when_the_coordinator_itself_slept() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.see(Tick())
+    play.see(Tick(), after=60.0)
+    assert play.state.stage is Stage.RUNNING
+    for _ in range(22):
+        play.now += 0.5
+        play.see(Heard(0))
+        play.see(Heard(2))
+        play.see(Tick())
+    assert play.state.stage is Stage.RELEASING
+    assert play.state.up_nodes() == [0, 2]
+
+
+# --- faults, modules, notices --------------------------------------------------------------------------
+
+
+def test_injected_faults_fire_once_and_go_to_whom_they_concern() -> None:
+    texts = (
+        "rank=1 step=20 phase=backward kill",
+        "node=1 phase=recovery:restore kill",
+        "rank=0 phase=setup kill",
+    )
+    job = Job(nodes=2, nproc_per_node=2, faults=tuple(map(faults.parse, texts)))
+    play = Play(job, start=False)
+    for node in range(2):
+        play.join(node)
+    given = [sent(play.warm(node, slot), m.Assign) for node in range(2) for slot in range(2)]
+    assert [[n for n, _ in next(iter(a.values())).faults] for a in given] == [[2], [0], [1], []]
+    assert sent(play.say(1, m.Injecting(0)), m.InjectAck) == {"n0s1w1": m.InjectAck(0, True)}
+    assert sent(play.say(1, m.Injecting(0)), m.InjectAck) == {"n0s1w1": m.InjectAck(0, False)}
+    assert sent(play.say(1, m.Injecting(9)), m.InjectAck) == {"n0s1w1": m.InjectAck(9, False)}
+    for rank in range(4):
+        play.say(rank, m.SetupDone(0, []))
+    play.now += 0.25
+    play.warm(0, 1)
+    play.die(1)
+    (assign,) = sent(play.release(20), m.Assign).values()
+    assert assign.faults == []
+    play.ready(20)
+    (finished,) = emitted(play.resumed(), events.FailoverFinished)
+    assert finished.stages["detect"] == pytest.approx(0.25)
+    assert finished.seconds == pytest.approx(0.25)
+
+
+def test_modules_go_to_warm_workers_now_and_later_and_once() -> None:
+    play = Play(Job(nodes=2, spares=1), start=False)
+    for node in range(3):
+        play.join(node)
+        play.warm(node)
+    assert sent(play.say(0, m.SetupDone(0, ["a", "b"])), m.Warm) == {"n2s0w2": m.Warm(["a", "b"])}
+    assert sent(play.say(1, m.SetupDone(0, ["b", "a"])), m.Warm) == {}
+    assert sent(play.say(1, m.SetupDone(0, ["c"])), m.Warm) == {"n2s0w2": m.Warm(["c"])}
+    assert sent(play.warm(0), m.Warm) == {"n0s0w3": m.Warm(["a", "b", "c"])}
+
+
+def test_the_same_notice_of_several_ranks_is_one() -> None:
+    play = Play(Job(nodes=2))
+    assert emitted(play.say(0, m.Notice("warning", "x")), events.Notice) == [events.Notice("warning", "x", 0)]
+    assert play.say(1, m.Notice("warning", "x")) == []
+
+
+def test_what_comes_from_a_worker_that_was_given_up_is_ignored() -> None:
+    play = Play(Job(nodes=2))
+    worker = play.state.ranks[1].worker
+    assert worker is not None
+    play.die(1)
+    for message in (m.Finished(20), m.Failed(1, "e", "t", 1), m.WarmReady(1, "x"), m.Unprotected("y")):
+        assert play.see(Said(1, 0, worker, message)) == []
+    assert play.see(Said(0, 0, "n1s0w9", m.Finished(1))) == []  # unknown worker
+
+
+def test_refusals() -> None:
+    play = Play(Job(nodes=2, nproc_per_node=2, spares=1))
+    play.see(NodeLost(2, "power"))
+    fresh = membership.initial(play.job, "h:1", "r", 0.0)
+    assert membership.refusal(fresh, 0, 2, m.PROTOCOL) is None
+    assert "slots" in (membership.refusal(fresh, 0, 1, m.PROTOCOL) or "")
+    assert "protocol 7" in (membership.refusal(fresh, 0, 2, 7) or "")
+    assert "already" in (membership.refusal(play.state, 0, 2, m.PROTOCOL) or "")
+    assert "given up" in (membership.refusal(play.state, 2, 2, m.PROTOCOL) or "")
+    assert "not part" in (membership.refusal(play.state, 3, 2, m.PROTOCOL) or "")

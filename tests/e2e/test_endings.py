@@ -1,0 +1,103 @@
+"""When healing ends: out of spares, the user's own bug, spares that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import EXAMPLE, SCRIPTS, Run, assert_equal, tpwrap, wait_for
+from tpwrap.core import events
+
+
+def processes_of(run: Run) -> list[str]:
+    """Command lines of what is left of a run (its directory is in every process's environment)."""
+    left = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+            if str(run.run_dir).encode() in environ:
+                left.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return left
+
+
+def test_out_of_spares_with_a_healthy_slot(tmp_path: Path, undisturbed) -> None:
+    """The only spare is spent on a node; a process that dies later is healed where it was."""
+    faults = ["node=1 step=3 phase=backward kill", "rank=2 step=6 phase=backward kill"]
+    run = tpwrap(tmp_path, EXAMPLE["gpt"], faults, spares=1)
+    assert_equal(run, undisturbed("gpt", EXAMPLE["gpt"]), {1, 2})
+
+
+def test_out_of_spares_and_slots(tmp_path: Path) -> None:
+    run = tpwrap(tmp_path, EXAMPLE["gpt"], ["node=1 step=3 phase=backward kill"])
+    assert run.code == 75
+    last = run.output.strip().splitlines()[-1]
+    assert "node 1" in last
+    assert "spare" in last
+    assert processes_of(run) == []
+
+
+def test_a_bug_on_one_rank_is_not_healed_for_ever(tmp_path: Path) -> None:
+    run = tpwrap(tmp_path, [str(SCRIPTS / "bug.py"), "--rank", "1"], nodes=3, spares=1)
+    assert run.code == 1
+    assert run.output.count("ZeroDivisionError: the user's own bug") == run.output.count("Traceback") >= 1
+    assert run.output.count("Traceback") == 1
+    assert processes_of(run) == []
+
+
+def test_a_bug_on_all_ranks_ends_the_job_at_once(tmp_path: Path) -> None:
+    run = tpwrap(tmp_path, [str(SCRIPTS / "bug.py")], nodes=3, spares=1)
+    assert run.code == 1
+    assert run.output.count("Traceback") == 1
+
+
+def test_the_scripts_own_exit_code_is_passed_on(tmp_path: Path) -> None:
+    run = tpwrap(tmp_path, [str(SCRIPTS / "bug.py"), "--exit", "7"], nodes=2)
+    assert run.code == 7
+
+
+@pytest.mark.parametrize("when", ["idle", "restoring"])
+def test_a_spare_that_dies(when: str, tmp_path: Path, undisturbed) -> None:
+    """Idle: fewer spares, nothing else happens. While restoring: the next spare takes over."""
+    faults = ["node=1 step=5 phase=backward kill"]
+    if when == "restoring":
+        faults.append("node=4 phase=recovery:restore kill")
+
+    def kill_spare(run_dir: Path) -> None:
+        def spare() -> int | None:
+            path = run_dir / "events.jsonl"
+            if not path.exists():
+                return None
+            found = [e for _, e in map(events.from_line, path.read_text().splitlines())]
+            return next((e.pid for e in found if isinstance(e, events.NodeJoined) and e.node == 4), None)
+
+        os.killpg(wait_for(spare), signal.SIGKILL)
+
+    during = kill_spare if when == "idle" else None
+    run = tpwrap(tmp_path, EXAMPLE["gpt"], faults, spares=2, during=during)
+    assert_equal(run, undisturbed("gpt", EXAMPLE["gpt"]), {1})
+    if when == "idle":
+        assert [e.node for e in run.of(events.SpareLost)] == [4]
+
+
+def test_interrupt_ends_everything(tmp_path: Path) -> None:
+    holder: list[Path] = []
+
+    def interrupt(run_dir: Path) -> None:
+        holder.append(run_dir)
+        log = run_dir / "events.jsonl"
+        wait_for(lambda: log.exists() and "worker_assigned" in log.read_text())
+        launcher = next(
+            e.pid
+            for _, e in map(events.from_line, log.read_text().splitlines())
+            if isinstance(e, events.JobStarted)
+        )
+        os.kill(launcher, signal.SIGINT)
+
+    run = tpwrap(tmp_path, EXAMPLE["gpt"], during=interrupt)
+    assert run.code == 130
+    assert processes_of(run) == []

@@ -1,0 +1,143 @@
+"""The supervisor outlives its worker, however that ends, and puts another one in its place.
+
+The workers are stand-ins that speak the protocol without torch, so that these tests are about processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import STANDIN, Run
+
+from tpwrap.core import events
+from tpwrap.launch import processes
+
+Start = Callable[..., Run]
+ARGUMENTS = ["--nodes", "2", "--spares", "1", "--failure-timeout", "1"]
+
+
+def supervisors(run: Run) -> dict[int, int]:
+    return {event.node: event.pid for event in run.events() if isinstance(event, events.NodeJoined)}
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (["exit", "0"], "exit code 0"),
+        (["exit", "3"], "exit code 3"),
+        (["signal", str(int(signal.SIGKILL))], "killed by"),
+        (["signal", str(int(signal.SIGSEGV))], "killed by"),
+        (["signal", str(int(signal.SIGSTOP))], "stopped for too long"),
+        (["raise"], "ValueError: boom"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_survives_every_ending(ending: list[str], words: str, tpwrap: Start) -> None:
+    run = tpwrap(*ARGUMENTS, *STANDIN, *ending)
+    assert run.wait() == 0, run.text()
+    story = run.events()
+    failed = [event for event in story if isinstance(event, events.RankFailed)]
+    assert [(event.rank, event.node) for event in failed] == [(0, 0)]
+    assert words in failed[0].cause
+    assert not [event for event in story if isinstance(event, events.NodeDown)]
+    # Healed in its own slot, by a process of the same supervisor.
+    finished = [event for event in story if isinstance(event, events.FailoverFinished)]
+    assert [(move.rank, move.to_node, move.same_slot) for move in finished[0].moves] == [(0, 0, True)]
+    assert "torchpass: rank 0 failed at step 1" in run.text()
+    assert "torchpass: rank 0 goes on in its own slot; training resumed at step 1 after" in run.text()
+
+
+def test_what_a_dead_worker_leaves_is_killed(tpwrap: Start) -> None:
+    run = tpwrap(*ARGUMENTS, *STANDIN, "children")
+
+    def sleeping() -> list[int]:
+        return [pid for pid in run.pids() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+
+    assert run.wait() == 0, run.text()
+    assert "children started" in run.log("rank0")
+    assert not sleeping()
+
+
+def test_warm_workers_wait_in_every_slot(tpwrap: Start) -> None:
+    run = tpwrap(*ARGUMENTS, "--nproc-per-node", "2", *STANDIN, "wait")
+    # 4 ranks, a warm one beside each, and the spare node's two.
+    run.until(lambda: len(standins(run)) == 10, "10 workers")
+    time.sleep(0.5)
+    assert len(standins(run)) == 10
+    victim = next(pid for pid in standins(run))
+    os.kill(victim, signal.SIGKILL)
+    run.until(lambda: victim not in standins(run) and len(standins(run)) == 10, "a new one")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_no_warm_keeps_none_beside_ranks(tpwrap: Start) -> None:
+    run = tpwrap(*ARGUMENTS, "--no-warm", *STANDIN, "wait")
+    run.until(lambda: len(standins(run)) == 3, "3 workers")
+    time.sleep(0.5)
+    assert len(standins(run)) == 3
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+
+
+def test_lost_supervisor_takes_its_node_along(tpwrap: Start) -> None:
+    run = tpwrap(*ARGUMENTS, *STANDIN, "wait")
+    run.until(lambda: len(standins(run)) == 5, "5 workers")
+    node = supervisors(run)[1]
+    group = [pid for pid in run.pids() if os.getpgid(pid) == node]
+    assert len(group) == 4  # supervisor, zygote, rank 1, its warm process
+    os.kill(node, signal.SIGKILL)
+    run.until(lambda: "node 2 takes over rank 1 from node 1" in run.text(), "the failover")
+    assert not [pid for pid in group if processes.state(pid) not in ("", "Z")]
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_halted_node_is_lost_and_fenced(tpwrap: Start) -> None:
+    run = tpwrap(*ARGUMENTS, *STANDIN, "wait")
+    run.until(lambda: len(standins(run)) == 5, "5 workers")
+    node = supervisors(run)[0]
+    os.killpg(node, signal.SIGSTOP)
+    run.until(lambda: "node 2 takes over rank 0 from node 0" in run.text(), "the failover")
+    run.until(lambda: processes.state(node) == "", "the end of the halted node")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_lost_zygote_is_replaced(tpwrap: Start) -> None:
+    run = tpwrap("--failure-timeout", "1", *STANDIN, "wait")
+    run.until(lambda: len(standins(run)) == 2, "2 workers")
+    zygote = next(pid for pid in run.pids() if Path(f"/proc/{pid}/comm").read_text() == "tp-zygote0\n")
+    os.kill(zygote, signal.SIGKILL)
+    time.sleep(0.2)
+    before = standins(run)
+    os.kill(before[-1], signal.SIGKILL)
+    run.until(lambda: len(standins(run)) == 2 and standins(run) != before, "a new worker")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_command_that_always_dies_ends_the_job(tpwrap: Start) -> None:
+    run = tpwrap("--failure-timeout", "0.5", "bash", "-c", "echo before; exit 7")
+    run.until(lambda: "3 in a row ended before they were ready" in run.text(), "the verdict")
+    assert "(the last exited with code 7)" in run.text()
+    assert run.text().count("before") >= 3
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def standins(run: Run) -> list[int]:
+    found = []
+    for pid in run.pids():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if len(command) > 1 and command[1].endswith(b"standin.py"):
+            found.append(pid)
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""Starting and keeping processes: supervisors, workers, and a whole job on one machine."""
