@@ -13,22 +13,21 @@ from tpwrap.core import events
 PHASES = {
     "gpt": {
         "setup": None,
-        "forward": 0,  # before the first good step: DDP has not rebuilt its buckets
+        "forward": 1,  # DDP rebuilds its buckets in this forward
         "between": 2,
         "collective:0": 4,
         "backward": 5,
         "optimizer": 7,
+        "collective:1": 8,
         "commit": 9,  # the update is applied, the log line not yet written; a collective follows in this tail
-        "collective:1": 10,
     },
     "digits": {
-        "setup": None,
-        "backward": 0,
-        "forward": 1,  # DDP rebuilds its buckets in this forward
+        "backward": 0,  # before the first good step: DDP has not rebuilt its buckets
+        "forward": 1,
         "between": 3,
-        "commit": 7,  # the last step of an epoch: evaluation and checkpoint follow
         "collective:0": 8,  # the evaluation's collective
         "optimizer": 11,
+        "commit": 15,  # the last step of an epoch: evaluation and checkpoint follow
         "collective:2": 24,  # after the last step
     },
 }

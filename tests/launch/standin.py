@@ -37,9 +37,7 @@ class StandIn:
     def run(self) -> int:
         self.send(os.environ["TORCHPASS_WORKER"])
         self.send(m.WarmReady(os.getpid(), "127.0.0.1:1"))
-        decoder: msgspec.msgpack.Decoder[m.CoordinatorToWorker] = msgspec.msgpack.Decoder(
-            m.CoordinatorToWorker
-        )
+        decoder: msgspec.msgpack.Decoder[m.CoordinatorToWorker] = msgspec.msgpack.Decoder(m.CoordinatorToWorker)
         while (message := wire.receive_blocking(self.sock, decoder)) is not None:
             if isinstance(message, m.Bye):
                 return 0

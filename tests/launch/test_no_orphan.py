@@ -18,9 +18,7 @@ def ready(run: Run) -> None:
     run.until(lambda: run.text().count("incarnation 0") == 2, "both ranks")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_signal_ends_everything(number: signal.Signals, code: int, tpwrap: Start) -> None:
     run = tpwrap(*ARGUMENTS, "wait")
     ready(run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ report = {
     "threads": __import__("torch").get_num_threads(),
     "env": {k: os.environ.get(k) for k in (
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "MINE",
+        "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "MINE", "SITE",
     )},
     "main": sys.modules["__main__"].__dict__ is globals(),
 }
@@ -52,7 +54,11 @@ def test_what_a_script_finds(way: str, tpwrap: Start, tmp_path: Path) -> None:
     }[way]
     if way == "module":
         (tmp_path / "logging.py").unlink()  # here Python itself puts the current directory first
+    # The start-up file of the user's that ours stands in front of, where a worker is executed.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text("import os; os.environ['SITE'] = 'user'")
     env = {"REPORTS": str(tmp_path), "MINE": "mine", "OMP_NUM_THREADS": "2"}
+    env["PYTHONPATH"] = f"{ROOT}:{tmp_path}/site"
     local = 2 if way == "forked" else 1  # each executed process imports torch anew
     run = tpwrap(
         "--nodes", "2", "--nproc-per-node", str(local), "--no-warm", *command, env=env, cwd=tmp_path
@@ -74,6 +80,7 @@ def test_what_a_script_finds(way: str, tpwrap: Start, tmp_path: Path) -> None:
         assert int(env["MASTER_PORT"]) > 0
         assert env["TORCHELASTIC_RUN_ID"]
         assert env["MINE"] == ("shell" if way == "shell" else "mine")
+        assert env["SITE"] == "user"
         assert report["threads"] == 2
     assert len({report["hash"] for report in found}) == 1
     for rank in range(world):
@@ -89,9 +96,7 @@ def test_what_a_script_finds(way: str, tpwrap: Start, tmp_path: Path) -> None:
     ],
     ids=["exit", "raise"],
 )
-def test_script_that_fails_everywhere(
-    body: str, code: int, words: str, tpwrap: Start, tmp_path: Path
-) -> None:
+def test_script_that_fails_everywhere(body: str, code: int, words: str, tpwrap: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(body)
     run = tpwrap("--nodes", "2", "--spares", "1", sys.executable, str(script))
@@ -144,7 +149,20 @@ def test_help_teaches(tpwrap: Start) -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    import subprocess
-
     code = "import sys, tpwrap, tpwrap.cli, tpwrap.launch.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_real_workers_end_on_ctrl_c(tpwrap: Start, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('started')\ntime.sleep(600)\n")
+    run = tpwrap("--nodes", "2", "--spares", "1", sys.executable, str(script))
+    run.until(lambda: run.text().count("] started") == 2, "both ranks", 110)
+    for pid in run.pids():
+        if Path(f"/proc/{pid}/comm").read_text().startswith("tp-zygote"):
+            # A fork of a process with threads may inherit locks that nobody will ever release.
+            assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+    run.assert_nothing_left(0.5)
+    assert "Traceback" not in run.text()

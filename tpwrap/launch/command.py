@@ -60,9 +60,7 @@ def recognise(
     for letters in options:
         for letter, flag in _HIDES_HOOK.items():
             if letter in letters and not letters.startswith(("W", "X", "-")):
-                raise ConfigError(
-                    f"COMMAND: python {flag} hides the start-up hook of TorchPass; leave {flag} out"
-                )
+                raise ConfigError(f"COMMAND: python {flag} hides the start-up hook of TorchPass; leave {flag} out")
     if not rest:
         raise ConfigError("COMMAND: python without a script; for example: python train.py")
     if rest[0] not in ("-m", "-c") and not is_file(rest[0]):

@@ -50,6 +50,7 @@ class Forge:
             ),
             pass_fds=given,
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
             # Threads do not survive a fork, so it runs with one; workers get what `environment` says.
             env={**environment, "OMP_NUM_THREADS": "1"},
         )

@@ -61,9 +61,7 @@ def _log_to(rundir: RunDir) -> None:
 class LocalRun:
     """One job, from the start of its first process to the end of its last."""
 
-    def __init__(
-        self, job: Job, command: Command, environment: Mapping[str, str], rundir: RunDir, quiet: bool
-    ) -> None:
+    def __init__(self, job: Job, command: Command, environment: Mapping[str, str], rundir: RunDir, quiet: bool) -> None:
         self.job = job
         self.command = command
         self.env = job_environment(environment)
@@ -85,6 +83,8 @@ class LocalRun:
         self._reaper = Reaper()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             loop.add_signal_handler(number, self._on_stop, number)
         # A stopped coordinator looks dead to every supervisor, so Ctrl-Z would end the job.
         loop.add_signal_handler(signal.SIGTSTP, self._say, "Ctrl-Z has no effect, training goes on")

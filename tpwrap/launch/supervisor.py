@@ -256,9 +256,7 @@ class Supervisor:
                 with self._reaper.expecting():
                     sock = self._ready_zygote()
                     try:
-                        reply = await loop.run_in_executor(
-                            None, zygote.request, sock, request, out_write, err_write
-                        )
+                        reply = await loop.run_in_executor(None, zygote.request, sock, request, out_write, err_write)
                     except zygote.ZygoteLost as e:
                         self._zygote = None
                         raise OSError(f"the process that forks workers was lost: {e}") from None
