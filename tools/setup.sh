@@ -45,12 +45,9 @@ fi
 pip() { $venv/bin/python -m pip --disable-pip-version-check "$@"; }
 if [ ! -e "$packages_stamp" ]; then
     say "installing $torch and the other packages into $venv (a few minutes the first time)"
-    # torch first: our C++ part is compiled against it. Without a GPU the build without CUDA does, and is a
-    # tenth of the size.
+    # torch first, and pinned: our C++ part is compiled against it, and nothing else may pull another build. TORCH_INDEX
+    # names a further package index, for instance the one with PyTorch's builds without CUDA (a tenth of the size).
     index=()
-    if [ -z "${TORCH_INDEX-}" ] && ! command -v nvidia-smi >/dev/null; then
-        TORCH_INDEX=https://download.pytorch.org/whl/cpu
-    fi
     [ -z "${TORCH_INDEX-}" ] || index=(--extra-index-url "$TORCH_INDEX")
     pip install -q "$torch" "${index[@]}"
     pip install -q 'setuptools>=77' wheel ninja numpy
