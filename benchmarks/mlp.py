@@ -1,6 +1,7 @@
 """The training script of the benchmarks: a DDP multilayer perceptron that runs the same under tpwrap and torchrun.
 
-Every rank writes a line `step time` to OUT/times<rank>.txt when an update is applied (seconds since the epoch). Under
+Every rank writes a line `step time` to OUT/times<rank>.txt when an update is applied (seconds since the epoch),
+and at the end the CPU milliseconds it took per step to OUT/cpu<rank>.txt. Under
 torchrun it can kill its own rank (`--kill-step`, first attempt only) in the middle of backward, and resumes from its
 last checkpoint, as a script must that torchrun restarts.
 """
@@ -21,6 +22,8 @@ import tpwrap
 
 KILLED = 1
 """the rank that dies"""
+WARM_UP = 20
+"""steps that do not count"""
 
 
 def main() -> None:
@@ -60,6 +63,7 @@ def main() -> None:
     tp = tpwrap.session(model=model, optimizer=optimizer)
     data = torch.randn(256, args.width, generator=torch.Generator().manual_seed(rank))
     batches = [data[torch.randperm(256)[: args.batch_size]] for _ in range(8)]
+    cpu = 0.0
     log = os.open(args.out / f"times{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for batch in tp.batches([batches[i % 8] for i in range(done, args.steps)]):
         optimizer.zero_grad()
@@ -68,10 +72,15 @@ def main() -> None:
         optimizer.step()
         step = done + tp.step
         os.write(log, f"{step} {time.time()!r}\n".encode())
+        if tp.step == WARM_UP:
+            cpu = time.process_time()
         if args.checkpoint_every and step % args.checkpoint_every == 0 and rank == 0:
             saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, args.out / "new.pt")
             os.replace(args.out / "new.pt", checkpoint)
+    if tp.step > WARM_UP:
+        spent = 1000 * (time.process_time() - cpu) / (tp.step - WARM_UP)
+        (args.out / f"cpu{rank}.txt").write_text(repr(spent))
     dist.destroy_process_group()
 
 

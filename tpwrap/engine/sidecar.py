@@ -73,7 +73,7 @@ class Publisher:
     def _send(self, step: int, blob: bytes) -> None:
         self._sequence += 1
         put = sidecars.Put(self._sequence, self._rank, self.generation, step, blob)
-        self._native.publish(self._sequence, sidecars.frame(put))
+        self._native.publish(self._sequence, put.frame())
 
 
 def fetch(keepers: list[str], key: bytes, rank: int, step: int, timeout: float) -> bytes:
@@ -93,9 +93,42 @@ def fetch(keepers: list[str], key: bytes, rank: int, step: int, timeout: float) 
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    return encoding.encode(state)
+    """A sidecar as bytes. It holds several random states, most of whose parts are equal: each is sent once."""
+    pool: dict[bytes, int] = {}
+    return encoding.encode({"state": _pooled(state, pool), "pool": list(pool)})
 
 
 def decode(blob: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = encoding.decode(blob)
+    packed = encoding.decode(blob)
+    state: dict[str, Any] = _unpooled(packed["state"], packed["pool"])
     return state
+
+
+_POOLED = ("python", "numpy", "torch", "cuda")
+"""keys of `randomness` under which large byte strings stand"""
+
+
+def _pooled(value: Any, pool: dict[bytes, int]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: pool.setdefault(item, len(pool))
+        if key in _POOLED and isinstance(item, bytes)
+        else _pooled(item, pool)
+        if key in ("origin", "random", "at_pass", "at_batch")
+        else item
+        for key, item in value.items()
+    }
+
+
+def _unpooled(value: Any, pool: list[bytes]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: pool[item]
+        if key in _POOLED
+        else _unpooled(item, pool)
+        if key in ("origin", "random", "at_pass", "at_batch")
+        else item
+        for key, item in value.items()
+    }

@@ -208,7 +208,7 @@ class Steps:
                 "no backward() was seen in this step, so its state was published only after the update: "
                 "a failure just before that cannot be healed; call loss.backward() in every step"
             )
-        elif step <= _LATE_CHECKS and not randomness.same(self._published["random"], randomness.capture()):
+        elif step <= _LATE_CHECKS and self._published["random"] != randomness.capture():
             self._publish()
             self._tell(
                 "random numbers are drawn between backward() and the end of optimizer.step(): "
