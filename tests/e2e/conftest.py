@@ -109,14 +109,19 @@ def environment() -> dict[str, str]:
     return {**env, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
 
 
-def assert_equal(run: Run, undisturbed: Run, replaced: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+def assert_equal(
+    run: Run,
+    undisturbed: Run,
+    replaced: set[int] = frozenset(),  # type: ignore[assignment]
+    ranks: int = RANKS,
+) -> None:
     """The oracle: exit code 0, every loss, sample and final weight equal to the bit, every sample served once, and the
     survivors still in the process, and with the objects, that they started with."""
     assert run.code == 0, run.output[-6000:]
     assert compare.compare(undisturbed.results, run.results) is None
-    for rank in set(range(RANKS)) - replaced:
+    for rank in set(range(ranks)) - replaced:
         assert run.final(rank)["pid"] == run.first_pid(rank), f"rank {rank} changed its process"
-    for rank in range(RANKS):
+    for rank in range(ranks):
         assert run.final(rank)["objects"] == "ok"
 
 

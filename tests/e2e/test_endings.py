@@ -44,7 +44,7 @@ def test_out_of_spares_and_slots(tmp_path: Path) -> None:
 def test_a_bug_on_one_rank_is_not_healed_for_ever(tmp_path: Path) -> None:
     run = tpwrap(tmp_path, [str(SCRIPTS / "bug.py"), "--rank", "1"], nodes=3, spares=1)
     assert run.code == 1
-    assert run.output.count("ZeroDivisionError: the user's own bug") == run.output.count("Traceback") >= 1
+    assert "ZeroDivisionError: the user's own bug" in run.output
     assert run.output.count("Traceback") == 1
     assert processes_of(run) == []
 

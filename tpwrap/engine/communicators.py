@@ -61,7 +61,8 @@ class _Generation:
 
     number: int
     store: c10d.Store
-    port: int
+    connection: set[tuple[sockets.Address, sockets.Address]]
+    """of the store client"""
     aborted: threading.Event = field(default_factory=threading.Event)
     inners: list[Inner] = field(default_factory=list)
 
@@ -89,18 +90,11 @@ class Communicators:
     def begin(self, generation: int) -> None:
         """Enter `generation`: later builds meet under its keys."""
         host, _, port = self._store.rpartition(":")
-        client = c10d.TCPStore(
-            host,
-            int(port),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=dt.timedelta(seconds=self._connect_timeout),
-        )
-        local = _local_port(client, int(port))
+        client, connection = _store_client(host, int(port), self._connect_timeout)
         with self._lock:
             if self._generation is not None and self._generation.number >= generation:
                 return
-            self._generation = _Generation(generation, client, local)
+            self._generation = _Generation(generation, client, connection)
 
     def abort(self, deadline: float) -> bool:
         """Give up the current generation: every operation and every rendezvous in it fails at once."""
@@ -110,7 +104,7 @@ class Communicators:
                 return True
             generation.aborted.set()
             inners = list(generation.inners)
-        sockets.cut(lambda local, remote: local == generation.port)
+        sockets.cut(lambda local, remote: (local, remote) in generation.connection)
         return abort_all(inners, deadline)
 
     def drop(self) -> None:
@@ -221,28 +215,22 @@ class Communicators:
         return self._created - 1
 
 
-def _local_port(client: c10d.Store, store_port: int) -> int:
-    """The local port of a store client just made: the newest connection to the store's port."""
-    ports = []
-    for sock in sockets.own_sockets():
-        with sock:
-            try:
-                if sock.getpeername()[1] == store_port:
-                    ports.append((sock.fileno(), int(sock.getsockname()[1])))
-            except OSError:
-                continue
-    known = _known_store_ports
-    fresh = [port for _, port in ports if port not in known]
-    known.clear()
-    known.update(port for _, port in ports)
-    if len(fresh) != 1:
-        # Several at once only if user code connects to the same store in another thread at this very moment; cutting
-        # none of them merely means that a rendezvous ends by its own time-out.
-        return -1
-    return fresh[0]
+def _store_client(
+    host: str, port: int, seconds: float
+) -> tuple[c10d.Store, set[tuple[sockets.Address, sockets.Address]]]:
+    """A client of the job's store, and its connection."""
+    with _connecting:
+        before = sockets.connections()
+        client = c10d.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=dt.timedelta(seconds=seconds)
+        )
+        fresh = {(local, remote) for local, remote in sockets.connections() - before if remote[1] == port}
+    # More than one only if the script connects to the same store in another thread at this very moment; then cutting
+    # none means that a rendezvous ends by its own time-out.
+    return client, fresh if len(fresh) == 1 else set()
 
 
-_known_store_ports: set[int] = set()
+_connecting = threading.Lock()
 
 
 def _backends(pg: dist.ProcessGroup) -> list[tuple[torch.device, Any]]:

@@ -48,31 +48,33 @@ _creating = threading.Lock()
 
 @dataclass
 class GlooInner:
-    """gloo. Its connections are known by their ports: each group has a listener of its own, whose port every member
-    publishes, so a connection belongs to the group if it starts or ends at one of these ports."""
+    """gloo. Its connections are known by their ends: each group has a listener of its own, whose address every member
+    publishes, so a connection belongs to the group if it starts or ends at one of these."""
 
     factory: Any
     """torch's ProcessGroupGloo class (the engine has put its own constructor in that place)"""
-    ports: set[int] = field(default_factory=set)
+    listeners: set[sockets.Address] = field(default_factory=set)
     aborted: threading.Event = field(default_factory=threading.Event)
 
     def create(self, place: Place) -> Any:
         with _creating:
-            before = sockets.listening_ports()
+            before = sockets.listeners()
             devices = self._devices()
-            mine = sockets.listening_ports() - before
-        self.ports |= mine
-        place.store.set(f"ports/{place.rank}", ",".join(str(p) for p in sorted(mine)))
+            mine = sockets.listeners() - before
+        self.listeners |= mine
+        place.store.set(f"listeners/{place.rank}", " ".join(f"{host}|{port}" for host, port in sorted(mine)))
         options = self.factory._Options()
         options._devices = devices
         options._threads = 2 * len(devices)
         options._timeout = place.connect_timeout
         if self.aborted.is_set():
             raise RuntimeError("aborted")
-        keys = [f"ports/{rank}" for rank in range(place.size)]
+        keys = [f"listeners/{rank}" for rank in range(place.size)]
         place.store.wait(keys, place.connect_timeout)
         for value in (place.store.get(key) for key in keys):
-            self.ports |= {int(p) for p in value.decode().split(",") if p}
+            for address in value.decode().split():
+                host, _, port = address.rpartition("|")
+                self.listeners.add((host, int(port)))
         backend = self.factory(place.store, place.rank, place.size, options)
         backend._set_default_timeout(place.operation_timeout)
         if self.aborted.is_set():
@@ -88,8 +90,7 @@ class GlooInner:
 
     def abort(self) -> None:
         self.aborted.set()
-        ports = self.ports
-        sockets.cut(lambda local, remote: local in ports or remote in ports)
+        sockets.cut(lambda local, remote: local in self.listeners or remote in self.listeners)
 
 
 @dataclass

@@ -65,12 +65,15 @@ def join(runtime: Runtime, steps: Steps, step: int) -> bool:
 def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], bytes]:
     clock = _Stages()
     runtime.injector.at("recovery", plan.step, "restore")
+    # From the assignment to the point of entry: imports, set-up, the offline body.
+    script = time.monotonic() - runtime.assigned_at
+
     if not runtime.bucket_phase_done:
         ddp.finish_bucket_phase(plan.step)
         runtime.bucket_phase_done = True
     blob = _fetch(runtime, plan, plan.step)
     restored = sidecar.decode(blob)
-    inventory, moved = transfer.restore(
+    inventory, _ = transfer.restore(
         steps.state,
         [plan.members[rank] for rank in plan.sources],
         runtime.key,
@@ -90,7 +93,7 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], 
     digest = steps.state.digest(inventory.scalars)
     clock.lap("verify")
     runtime.send(
-        Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {**clock.laps, "bytes": float(moved)})
+        Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps})
     )
     runtime.wait_resume(plan.generation)
     runtime.injector.at("recovery", plan.step, "resume")

@@ -60,6 +60,7 @@ class Runtime:
         self.generation = assign.generation
         self.entry = assign.plan
         """the plan with which this worker entered a running job"""
+        self.assigned_at = time.monotonic()
         self.live = assign.plan is None or assign.plan.step == SETUP_STEP
         self.key = key
         self.timeouts = timeouts

@@ -7,9 +7,11 @@ fails every pending operation within milliseconds. The descriptors stay open and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _LISTEN = 1  # SO_ACCEPTCONN
 
@@ -29,26 +31,39 @@ def own_sockets() -> Iterator[socket.socket]:
             duplicate.close()
 
 
-def listening_ports() -> set[int]:
-    """Ports on which this process listens."""
-    ports = set()
+Address = tuple[str, int]
+"""host and port, as the kernel tells them"""
+
+
+def listeners() -> set[Address]:
+    """Addresses on which this process listens."""
+    found = set()
     for sock in own_sockets():
         with sock:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == _LISTEN:
-                ports.add(int(sock.getsockname()[1]))
-    return ports
+                found.add(_address(sock.getsockname()))
+    return found
 
 
-def cut(belongs: Callable[[int, int], bool]) -> int:
-    """Shut down every connected TCP socket for which `belongs(local port, remote port)`; returns how many."""
+def connections() -> set[tuple[Address, Address]]:
+    """(local, remote) of every TCP connection of this process."""
+    found = set()
+    for sock in own_sockets():
+        with sock, contextlib.suppress(OSError):
+            found.add((_address(sock.getsockname()), _address(sock.getpeername())))
+    return found
+
+
+def cut(belongs: Callable[[Address, Address], bool]) -> int:
+    """Shut down every TCP connection for which `belongs(local, remote)`; returns how many."""
     count = 0
     for sock in own_sockets():
-        with sock:
-            try:
-                local, remote = sock.getsockname()[1], sock.getpeername()[1]
-                if belongs(local, remote):
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
-            except OSError:
-                continue  # not connected, or gone
+        with sock, contextlib.suppress(OSError):  # not connected, or gone
+            if belongs(_address(sock.getsockname()), _address(sock.getpeername())):
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
+
+
+def _address(name: tuple[Any, ...]) -> Address:
+    return str(name[0]), int(name[1])

@@ -175,6 +175,11 @@ class Steps:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._offline is not None:
                 return self._offline_step(optimizer)
+            if any(callable(argument) for argument in (*args, *kwargs.values())):
+                raise RuntimeError(
+                    "optimizer.step(closure) is not supported under tpwrap: a failure inside the closure could not be "
+                    "healed; compute loss and backward() before optimizer.step()"
+                )
             number = self._session.step
             self._runtime.injector.at("optimizer", number)
             with self._runtime.gate.passing():
