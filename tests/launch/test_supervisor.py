@@ -48,7 +48,7 @@ def test_survives_every_ending(ending: list[str], words: str, tpwrap: Start) -> 
     # Healed in its own slot, by a process of the same supervisor.
     finished = [event for event in story if isinstance(event, events.FailoverFinished)]
     assert [(move.rank, move.to_node, move.same_slot) for move in finished[0].moves] == [(0, 0, True)]
-    assert "torchpass: rank 0 failed at step 1" in run.text()
+    assert "torchpass: rank 0 failed (last heard of at step 1)" in run.text()
     assert "torchpass: rank 0 goes on in its own slot; training resumed at step 1 after" in run.text()
 
 

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tpwrap.engine.runtime import Runtime
 
 
+_OVER_BUDGET = (
+    "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB"
+)
+
+
 class Recovery:
     """Handles Release, Plan and Resume in order. A message of a generation that is no longer current is skipped."""
 
@@ -75,12 +80,7 @@ class Recovery:
         self._plan = plan
         steps = runtime.steps
         if not runtime.journal.replayable(plan.step):
-            runtime.send(
-                Unprotected(
-                    "the collectives of one step need more memory for replay than allowed; raise "
-                    "TORCHPASS_REPLAY_BUDGET_MB"
-                )
-            )
+            runtime.send(Unprotected(runtime.unprotected or _OVER_BUDGET))
             return
         runtime.communicators.begin(plan.generation)
         runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank])

@@ -8,12 +8,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from tpwrap.control.messages import (
     Assign,
     Bye,
     CommError,
     CoordinatorToWorker,
     InjectAck,
+    Notice,
     Plan,
     Progress,
     Release,
@@ -75,6 +78,8 @@ class Runtime:
         self.groups_at_setup = 0
         self.bucket_phase_done = False
         self.layout = ""
+        self.unprotected = ""
+        """why a failure could not be healed, where that is known"""
         self._link = link
         self._changed = threading.Condition()
         self._plan = assign.plan
@@ -93,6 +98,7 @@ class Runtime:
         communicators.install(self.communicators)
         ddp.install()
         steps.install_backward_hook(self)
+        register_optimizer_step_post_hook(self._after_update)
         threading.Thread(target=self._watch_failures, name="torchpass-watch", daemon=True).start()
         _current = self
 
@@ -112,6 +118,16 @@ class Runtime:
         if self.steps is not None:
             raise RuntimeError("tpwrap.session() was called twice; one session serves the whole script")
         self.steps = session_steps
+
+    def _after_update(self, *_: object) -> None:
+        """After every update of every optimizer: does anybody protect this training?"""
+        if self.steps is None and not self.unprotected:
+            self.unprotected = (
+                "the script trains without tpwrap.session(), so there is nothing to enter a replacement at; "
+                "add `tp = tpwrap.session(model=…, optimizer=…)` and `for batch in tp.batches(loader):`"
+            )
+            self.journal.set_budget(0)
+            self.send(Notice("warning", f"not protected: {self.unprotected}"))
 
     # --- to the coordinator -----------------------------------------------------------------------
 

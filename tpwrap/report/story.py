@@ -10,7 +10,7 @@ from tpwrap.core import events
 def line(event: events.Event) -> str | None:
     """One line, or None for what only a full report shows."""
     if isinstance(event, events.RankFailed):
-        return f"rank {event.rank} failed{_at(event.step)} on node {event.node}: {event.cause}"
+        return f"rank {event.rank} failed{_seen(event.step)} on node {event.node}: {event.cause}"
     if isinstance(event, events.NodeDown):
         if not event.ranks:
             return None  # SpareLost says more
@@ -82,3 +82,8 @@ def ranks(numbers: Sequence[int]) -> str:
 
 def _at(step: int) -> str:
     return " during set-up" if step < 0 else f" at step {step}"
+
+
+def _seen(step: int) -> str:
+    """Ranks report their step a few times a second, so a failure may be some steps later."""
+    return " during set-up" if step < 0 else f" (last heard of at step {step})"

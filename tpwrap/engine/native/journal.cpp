@@ -272,6 +272,7 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
     entry->call.out.clear();
     future = std::move(entry->future);
     if (entry->call.synchronizes && size == journal_.world_size_) journal_.trim(entry->step);
+    while (!log_.empty() && log_.front()->done && !log_.front()->replayable) log_.pop_front();
   }
   future->markCompleted(c10::IValue(out));
 }
@@ -385,6 +386,11 @@ bool Journal::wait_replayed(double seconds) {
   std::unique_lock<std::mutex> lock(m_);
   return cv_.wait_for(lock, std::chrono::duration<double>(seconds),
                       [&] { return replaying_ == 0 || mode_ != Mode::live; });
+}
+
+void Journal::set_budget(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(m_);
+  budget_ = bytes;
 }
 
 bool Journal::replayable(int64_t from_step) {

@@ -114,6 +114,7 @@ class Journal {
   void go_live();                                   // newcomer: from here on operations are real
   void replay(int64_t from_step);                   // survivor: see above; ends in live mode
   bool wait_replayed(double seconds);
+  void set_budget(int64_t bytes);                   // 0: keep nothing from now on
   bool replayable(int64_t from_step);               // false: the budget was exceeded in a step >= from_step
   std::string wait_failure(double seconds);         // "" on timeout, else why the journal was suspended by itself
   void hold(bool on);                               // durability: nothing is launched while on (see buddies.hpp)
@@ -138,7 +139,8 @@ class Journal {
   bool held_ = false, closed_ = false;
   std::string failure_;
   const int world_size_;
-  const int64_t budget_, record_budget_;
+  int64_t budget_;
+  const int64_t record_budget_;
   std::atomic<int64_t> step_{-1};
   int64_t bytes_ = 0, peak_ = 0, recorded_ = 0, in_flight_ = 0, replaying_ = 0, replayed_ = 0,
           replay_from_ = -1, lost_step_ = -2, common_ = -1;  // common_: a step that every rank has reached

@@ -39,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("go_live", &Journal::go_live, NoGil())
       .def("replay", &Journal::replay, NoGil())
       .def("wait_replayed", &Journal::wait_replayed, NoGil())
+      .def("set_budget", &Journal::set_budget, NoGil())
       .def("replayable", &Journal::replayable, NoGil())
       .def("wait_failure", &Journal::wait_failure, NoGil())
       .def("close", &Journal::close, NoGil())
