@@ -74,7 +74,7 @@ def test_a_lost_result_is_held_and_replayed_in_place(poll: bool) -> None:
     assert "dropped" in world.ranks[1].journal.wait_failure(10.0)
     waiting = blocked(works[1])
     for rank in world.ranks:
-        rank.journal.suspend("test")
+        rank.journal.suspend()
         assert rank.journal.drain(10.0)
         rank.group.adopt(None)
     world.connect()
@@ -97,7 +97,7 @@ def test_a_newcomer_is_served_finished_operations_and_pending_ones_complete() ->
     works = [r.backend.allreduce([v], SUM) for r, v in zip(survivors, pending, strict=True)]
     time.sleep(0.05)
     for rank in survivors:
-        rank.journal.suspend("rank 2 is dead")
+        rank.journal.suspend()
     dead.group.adopt(None)  # its sockets close
     for rank in survivors:
         assert rank.journal.drain(10.0)

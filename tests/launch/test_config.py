@@ -58,6 +58,8 @@ def test_faults_of_file_come_after_those_given_directly(tmp_path: Path) -> None:
     [
         ({"nodes": "four"}, {}, "", ["--nodes (command line)", "'four'", "whole number", "for example 4"]),
         ({"nodes": "0"}, {}, "", ["--nodes (command line)", "at least 1"]),
+        ({"run_dir": ""}, {}, "", ["--run-dir (command line) is ''", "a directory"]),
+        ({}, {}, 'log_dir = "a\\u0000b"', ["log_dir (", "a directory"]),
         ({"nproc_per_node": "gpu"}, {}, "", ["--nproc-per-node (command line)", "'gpu'"]),
         ({}, {"TORCHPASS_SPARES": "-1"}, "", ["TORCHPASS_SPARES (environment)", "at least 0"]),
         ({}, {"TORCHPASS_SPARE": "1"}, "", ["TORCHPASS_SPARE (env", "did you mean TORCHPASS_SPARES"]),

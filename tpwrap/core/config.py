@@ -18,6 +18,7 @@ Unit: TypeAlias = Literal["node", "rank"]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=100_000)]
 _Spares: TypeAlias = Annotated[int, Meta(ge=0, le=100_000)]
 _Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
+_Path: TypeAlias = Annotated[str, Meta(pattern=r"^[^\0]+$")]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +31,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout: _Seconds = 10.0
     warm: bool = True
     inject: list[str] = []
-    inject_file: str | None = None
-    run_dir: str | None = None
-    log_dir: str | None = None
+    inject_file: _Path | None = None
+    run_dir: _Path | None = None
+    log_dir: _Path | None = None
     quiet: bool = False
 
 

@@ -130,23 +130,44 @@ def _run_script(runtime: Any, argv: list[str]) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code != 0:
-            if isinstance(end.code, str):
+            if not isinstance(end.code, int):
                 print(end.code, file=sys.stderr)
             _report(runtime, f"the script asked for exit code {code}", "", code)
             return code
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        _report(runtime, f"{type(error).__name__}: {error}".splitlines()[0], text, 1)
+        _report(runtime, _headline(error), _of_the_script(error), 1)
         return 1
     sys.stdout.flush()
     runtime.finish(runtime.step)
     return 0
 
 
+def _headline(error: BaseException) -> str:
+    """One line that names it."""
+    try:
+        text = str(error)
+    except Exception:  # of the script, too
+        text = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {text}".splitlines()[0].removesuffix(": ")
+
+
+def _of_the_script(error: BaseException) -> str:
+    """The traceback without the frames that lead from us into the script."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
 def _report(runtime: Any, error: str, text: str, code: int) -> None:
     from tpwrap.control.messages import Failed
 
-    runtime.send(Failed(runtime.step, error[:2000], text[-20000:], code))
+    runtime.send(Failed(runtime.step, _sendable(error)[:2000], _sendable(text)[-20000:], code))
+
+
+def _sendable(text: str) -> str:
+    """Names of files may hold bytes that are no text, and error messages hold names of files."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _leave(code: int) -> NoReturn:
@@ -170,8 +191,7 @@ def enter() -> None:
     real_exit = sys.exit
 
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        _report(runtime, f"{kind.__name__}: {error}".splitlines()[0], text, 1)
+        _report(runtime, _headline(error), "".join(traceback.format_exception(kind, error, trace)), 1)
         outcome.update(code=1, reported=True)
         previous(kind, error, trace)
 

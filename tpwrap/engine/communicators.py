@@ -8,9 +8,12 @@ code keep their references.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
+import inspect
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +40,10 @@ class Communicator:
 
     name: str
     index: int
-    """position among all that this process created: equal on every member that runs the same script"""
+    """position among all that this process created: equal on every process that runs the script as this rank"""
+    occasion: int
+    """how many groups of that name were made before (a script may destroy the default group and start again); equal
+    on every member, as the index is not: each rank counts the groups that it is a member of"""
     group: _native.Group
     backend: _native.JournaledBackend
     device: torch.device
@@ -62,7 +68,7 @@ class _Generation:
     number: int
     store: c10d.Store
     connection: set[tuple[sockets.Address, sockets.Address]]
-    """of the store client"""
+    """of the store client (of all, where groups are built apart)"""
     aborted: threading.Event = field(default_factory=threading.Event)
     inners: list[Inner] = field(default_factory=list)
 
@@ -89,12 +95,15 @@ class Communicators:
 
     def begin(self, generation: int) -> None:
         """Enter `generation`: later builds meet under its keys."""
-        host, _, port = self._store.rpartition(":")
-        client, connection = _store_client(host, int(port), self._connect_timeout)
+        client, connection = self._connect()
         with self._lock:
             if self._generation is not None and self._generation.number >= generation:
                 return
             self._generation = _Generation(generation, client, connection)
+
+    def _connect(self) -> tuple[c10d.Store, set[tuple[sockets.Address, sockets.Address]]]:
+        host, _, port = self._store.rpartition(":")
+        return _store_client(host, int(port), self._connect_timeout)
 
     def abort(self, deadline: float) -> bool:
         """Give up the current generation: every operation and every rendezvous in it fails at once."""
@@ -127,7 +136,7 @@ class Communicators:
             return
         generation = self._current()
         try:
-            self._build(communicator, generation)
+            self._build(communicator, generation, generation.store)
         except RuntimeError:
             if not generation.aborted.is_set():
                 raise
@@ -135,52 +144,58 @@ class Communicators:
             # under way builds all attached groups, this one included.
 
     def rebuild(self, groups: list[Communicator]) -> None:
-        """Build and probe the inner backends of the current generation for `groups`, all at once.
+        """Build and probe the inner backends of the current generation for `groups`, one after the other.
 
-        At once, because members may create groups in different order relative to a recovery: one that another member
-        has not come to yet must not keep the others waiting. Raises Aborted.
+        In the order of their creation, which is the same on all members. Not in several threads: a store client serves
+        one caller at a time, and who waits there for another member keeps all others waiting; with groups that overlap,
+        ranks would wait for each other in a circle. Raises Aborted.
         """
         generation = self._current()
-        todo = [c for c in groups if c.generation < generation.number]
-        errors: list[BaseException] = []
+        for communicator in groups:
+            try:
+                self._build(communicator, generation, generation.store)
+            except BaseException as error:
+                if generation.aborted.is_set():
+                    raise Aborted("the generation was given up during the rebuild") from error
+                raise
+
+    def rebuild_apart(self, groups: list[Communicator]) -> None:
+        """Begin to rebuild groups that other members may come to later, and in another order; does not wait.
+
+        Each has a thread and a store client of its own, so that none keeps another one waiting. What fails is given up:
+        the next generation builds it.
+        """
+        generation = self._current()
 
         def build(communicator: Communicator) -> None:
-            try:
-                self._build(communicator, generation)
-            except BaseException as error:
-                errors.append(error)
+            with contextlib.suppress(RuntimeError):
+                store, connection = self._connect()
+                with self._lock:
+                    if generation.aborted.is_set():
+                        return
+                    generation.connection = generation.connection | connection
+                self._build(communicator, generation, store)
 
-        if len(todo) == 1:
-            build(todo[0])
-        else:
-            threads = [
-                threading.Thread(target=build, args=(c,), name="torchpass-build", daemon=True) for c in todo
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if errors:
-            if generation.aborted.is_set():
-                raise Aborted("the generation was given up during the rebuild")
-            raise errors[0]
+        for communicator in groups:
+            threading.Thread(target=build, args=(communicator,), name="torchpass-build", daemon=True).start()
 
-    def _build(self, communicator: Communicator, generation: _Generation) -> None:
+    def _build(self, communicator: Communicator, generation: _Generation, store: c10d.Store) -> None:
         with communicator.building:
             if communicator.generation < generation.number:
-                self._build_locked(communicator, generation)
+                self._build_locked(communicator, generation, store)
 
-    def _build_locked(self, communicator: Communicator, generation: _Generation) -> None:
+    def _build_locked(self, communicator: Communicator, generation: _Generation, store: c10d.Store) -> None:
         inner = communicator.new_inner()
         with self._lock:
             if generation.aborted.is_set():
                 raise Aborted("the generation was given up")
             generation.inners.append(inner)
         group = communicator.group
-        prefix = f"g{generation.number}/{communicator.index}/{communicator.name}/{communicator.device.type}"
+        name = f"{communicator.name}#{communicator.occasion}"
+        prefix = f"g{generation.number}/{name}/{communicator.device.type}"
         backend = inner.create(
             Place(
-                c10d.PrefixStore(prefix, generation.store),
+                c10d.PrefixStore(prefix, store),
                 group.rank,
                 group.size,
                 dt.timedelta(seconds=self._connect_timeout),
@@ -280,9 +295,14 @@ def install(communicators: Communicators) -> None:
         torch_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
 
     original = torch_c10d._new_process_group_helper
+    parameters = inspect.signature(original)
+    occasions: Counter[str] = Counter()
 
     @functools.wraps(original)
     def helper(*args: Any, **kwargs: Any) -> Any:
+        name = parameters.bind(*args, **kwargs).arguments["group_name"]
+        occasion = occasions[name]
+        occasions[name] += 1  # also where this rank is no member
         pg, store = original(*args, **kwargs)
         if isinstance(pg, dist.ProcessGroup):
             # "gloo" names one backend for several device types.
@@ -293,6 +313,7 @@ def install(communicators: Communicators) -> None:
                         Communicator(
                             name=pg.group_name,
                             index=communicators.next_index(),
+                            occasion=occasion,
                             group=backend.group,
                             backend=backend,
                             device=torch.device("cpu") if backend.name() == "gloo" else device,
@@ -303,3 +324,46 @@ def install(communicators: Communicators) -> None:
         return pg, store
 
     torch_c10d._new_process_group_helper = helper
+
+    broadcast_objects = torch_c10d.broadcast_object_list
+
+    @functools.wraps(broadcast_objects)
+    def broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        if communicators.offline:
+            _recorded_objects(object_list, *args, **kwargs)
+        else:
+            broadcast_objects(object_list, *args, **kwargs)
+
+    torch_c10d.broadcast_object_list = broadcast_object_list
+    dist.broadcast_object_list = broadcast_object_list
+
+
+def _recorded_objects(
+    object_list: list[Any],
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """`broadcast_object_list` of a newcomer that is not live, by the record alone.
+
+    torch's own neither reads back what the source has sent (a replaced source would keep the run id that it has just
+    made up, unlike all others) nor sets sizes on the other ranks. Without a record the list stays as it is.
+    """
+    if torch_c10d._rank_not_in_group(group):
+        return
+    pg = torch_c10d._group_or_default_group(group)
+    if src is None and group_src is None:
+        src = 0
+    where = device or torch_c10d._get_object_coll_device(pg)
+    sizes = torch.full((len(object_list),), -1, dtype=torch.long, device=where)
+    dist.broadcast(sizes, src=src, group=pg, group_src=group_src)
+    ends = sizes.cumsum(0).tolist()
+    if not ends or min(sizes.tolist()) < 0:
+        return
+    data = torch.zeros(ends[-1], dtype=torch.uint8, device=where)
+    dist.broadcast(data, src=src, group=pg, group_src=group_src)
+    if not data.any():  # no pickle is all zeros: there was no room for it in the record
+        raise RuntimeError("torchpass: objects that were broadcast in set-up are too large to be recorded")
+    for i, (end, size) in enumerate(zip(ends, sizes.tolist(), strict=True)):
+        object_list[i] = torch_c10d._tensor_to_object(data[end - size : end], size, pg)

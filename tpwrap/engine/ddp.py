@@ -11,21 +11,46 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 _instances: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def install() -> None:
-    """Note every DDP instance that the script makes."""
+class _Readiness:
+    """The order in which the gradients of one instance became ready in its newest backward pass."""
+
+    def __init__(self, instance: Any) -> None:
+        self.order: list[torch.nn.Parameter] = []
+        self._handles = [instance.register_forward_pre_hook(lambda *_: self.order.clear())]
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(self.order.append)
+            for parameter in instance.parameters()
+            if parameter.requires_grad
+        ]
+
+    def stop(self) -> list[torch.nn.Parameter]:
+        for handle in self._handles:
+            handle.remove()
+        return self.order
+
+
+_readiness: weakref.WeakKeyDictionary[Any, _Readiness] = weakref.WeakKeyDictionary()
+
+
+def install(offline: Callable[[], bool]) -> None:
+    """Note every DDP instance that the script makes. offline: whether this is a newcomer before its entry."""
     original = DistributedDataParallel.__init__
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _instances.add(self)
+        if offline():
+            _readiness[self] = _Readiness(self)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
@@ -39,20 +64,53 @@ def will_synchronize() -> bool:
 def finish_bucket_phase(step: int) -> None:
     """Rebuild buckets as the survivors have, offline, after the newcomer's one offline body.
 
-    At step 1 the survivors' rebuild belongs to the forward that comes next: the newcomer does it there, live.
+    Just before the step in whose forward the survivors rebuild, nothing is done: the newcomer does it there, live.
     """
-    if step >= 2:
-        for instance in list(_instances):
+    for instance in list(_instances):
+        readiness = _readiness.pop(instance, None)
+        order = [] if readiness is None else readiness.stop()
+        if instance.static_graph and step >= 2:
+            _second_pass(instance, order)
+        if step >= _rebuilt_at(instance):
             instance.reducer._rebuild_buckets()
 
 
+def layout_step() -> int:
+    """The first step at which all bucket layouts are final."""
+    return max(map(_rebuilt_at, list(_instances)), default=2)
+
+
+def _rebuilt_at(instance: Any) -> int:
+    """A static graph is learned in the first pass, and the order of its gradients only in the second one."""
+    return 3 if instance.static_graph else 2
+
+
+def _second_pass(instance: Any, order: list[torch.nn.Parameter]) -> None:
+    """Let the reducer see gradients (zeros) become ready in `order`, the order of the pass before."""
+    reducer = instance.reducer
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    while order:
+        # A parameter comes several times where activation checkpointing runs a backward pass within the backward pass.
+        first = {id(parameter): i for i, parameter in reversed(list(enumerate(order)))}
+        count = next((i for i, parameter in enumerate(order) if first[id(parameter)] < i), len(order))
+        passing, order = order[:count], order[count:]
+        with torch.enable_grad():
+            total = torch.zeros((), device=passing[0].device)
+            for parameter in reversed(passing):  # autograd takes first what was made last
+                total = total + (parameter.sum() * 0).to(total)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
 def layout(step: int) -> str:
-    """A fingerprint of all bucket layouts; "" before they are final (step < 2) and without DDP.
+    """A fingerprint of all bucket layouts; "" before they are final and without DDP.
 
     Call it where no backward pass is running: it takes the reducer's lock.
     """
     instances = sorted(_instances, key=id)
-    if step < 2 or not instances:
+    if step < layout_step() or not instances:
         return ""
     parts = []
     for instance in instances:

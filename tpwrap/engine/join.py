@@ -71,6 +71,8 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], 
     if not runtime.bucket_phase_done:
         ddp.finish_bucket_phase(plan.step)
         runtime.bucket_phase_done = True
+    if any(communicator.group.served_mismatches for communicator in runtime.communicators.all):
+        raise StateError("the script's set-up ran other collectives here than it did in the failed rank")
     blob = _fetch(runtime, plan, plan.step)
     restored = sidecar.decode(blob)
     inventory, _ = transfer.restore(

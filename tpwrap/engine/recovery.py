@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tpwrap.control.messages import Plan, Ready, Release, Released, Resume, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.engine import ddp
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.transfer import Offer
 
@@ -95,10 +96,8 @@ class Recovery:
         runtime.injector.at("recovery", runtime.step, "rebuild")
         at_setup = runtime.communicators.all[: runtime.groups_at_setup]
         later = runtime.communicators.all[runtime.groups_at_setup :]
-        if later:
-            threading.Thread(
-                target=self._rebuild_later, args=(later,), name="torchpass-later", daemon=True
-            ).start()
+        # Groups that the script has made in the middle of training: the newcomer makes them when it gets there.
+        runtime.communicators.rebuild_apart(later)
         runtime.communicators.rebuild(at_setup)
         rebuilt = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "verify")
@@ -108,17 +107,10 @@ class Recovery:
                 plan.generation,
                 runtime.step,
                 digest,
-                runtime.layout if plan.step >= 2 else "",
+                runtime.layout if plan.step >= ddp.layout_step() else "",
                 {"rebuild": rebuilt - began, "verify": time.monotonic() - rebuilt},
             )
         )
-
-    def _rebuild_later(self, later: list[object]) -> None:
-        """Groups that the script created in the middle of training: the newcomer creates them when it gets there."""
-        try:
-            self._runtime.communicators.rebuild(later)  # type: ignore[arg-type]
-        except RuntimeError:
-            pass  # given up; the next plan builds them
 
     def _resume(self, message: Resume) -> None:
         runtime, plan = self._runtime, self._plan

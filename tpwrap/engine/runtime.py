@@ -96,7 +96,7 @@ class Runtime:
             self.communicators.offline = True
             self.journal.go_offline()
         communicators.install(self.communicators)
-        ddp.install()
+        ddp.install(lambda: self.communicators.offline)
         steps.install_backward_hook(self)
         register_optimizer_step_post_hook(self._after_update)
         threading.Thread(target=self._watch_failures, name="torchpass-watch", daemon=True).start()
@@ -141,7 +141,7 @@ class Runtime:
 
     def progress(self, step: int) -> None:
         """Runs in the training thread at every commit."""
-        if step == 2:
+        if step == ddp.layout_step():
             self.layout = ddp.layout(step)
         now = time.monotonic()
         if now - self._last_progress >= _PROGRESS_PERIOD:
@@ -175,7 +175,7 @@ class Runtime:
         if message.generation <= self.generation:
             return
         self.gate.close()
-        self.journal.suspend(message.cause)
+        self.journal.suspend()
         with self._changed:
             self.generation = message.generation
             self._plan = None
@@ -225,7 +225,7 @@ class Runtime:
         else:
             # A new failure between Resume and here: we were told to release while we did not count as live yet.
             self._recovery.post(Release(overtaken, "failure while entering"))
-            self.journal.suspend("failure while entering")
+            self.journal.suspend()
         self.layout = ddp.layout(self.step)
 
     def finish(self, step: int) -> None:

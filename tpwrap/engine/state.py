@@ -63,7 +63,8 @@ class ReplicaState:
             if self.scheduler is not None
             else None
         )
-        return encoding.encode({"groups": groups, "entries": entries, "scheduler": scheduler})
+        graded = bytes(parameter.grad is not None for _, parameter in self._optimized())
+        return encoding.encode({"groups": groups, "entries": entries, "scheduler": scheduler, "graded": graded})
 
     def restore_scalars(self, data: bytes) -> None:
         """Raises StateError where the optimizer has other param_groups than the source's."""
@@ -80,6 +81,13 @@ class ReplicaState:
                 else:
                     group[key] = value
         parameters = dict(self._optimized())
+        # What this step has not used has no gradient, and the optimizer passes over it; or one that was zeroed in place
+        # after an earlier step, and the optimizer goes on with its momentum.
+        for graded, parameter in zip(scalars["graded"], parameters.values(), strict=True):
+            if not graded:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for place, values in scalars["entries"].items():
             self.optimizer.state[parameters[place]].update(values)
         if self.scheduler is not None and scalars["scheduler"] is not None:

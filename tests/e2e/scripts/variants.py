@@ -172,7 +172,7 @@ def static(job: Job) -> None:
 
 
 class Branches(Net):
-    """A side branch is used in every other step only, another one from step 5 on."""
+    """A side branch is used in every third step only, another one from step 5 on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Branches(Net):
 
     def branching(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
         hidden = self.dropout(F.relu(self.second(F.relu(self.first(inputs)))))
-        outputs = self.head(hidden) + (self.side(hidden) if step % 2 else 0)
+        outputs = self.head(hidden) + (self.side(hidden) if step % 3 == 1 else 0)
         return outputs + (self.late(inputs) if step >= 5 else 0)
 
     def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:  # type: ignore[override]
@@ -333,7 +333,8 @@ def groups(job: Job) -> None:
         for pair, group in pairs:
             if job.rank in pair:
                 dist.all_reduce(shared, group=group)
-        (loss * (1 + 0.1 * shared.sigmoid())).backward()
+        loss = loss * (1 + 0.1 * shared.sigmoid())
+        loss.backward()
         optimizer.step()
         sums: dict[str, str] = {}
         for pair, group in pairs:

@@ -25,8 +25,8 @@ void overwrite(Tensors& out, const Tensors& in) {
 
 // ---------------------------------------------------------------------------------------------- Group
 
-Group::Group(Journal& journal, std::string name_, int rank_, int size_, bool poll)
-    : name(std::move(name_)), rank(rank_), size(size_), journal_(journal), poll_(poll) {}
+Group::Group(std::shared_ptr<Journal> journal, std::string name_, int rank_, int size_, bool poll)
+    : name(std::move(name_)), rank(rank_), size(size_), owner_(std::move(journal)), journal_(*owner_), poll_(poll) {}
 
 BackendPtr Group::inner() {
   std::lock_guard<std::mutex> lock(journal_.m_);
@@ -319,11 +319,13 @@ Journal::Journal(int world_size, int64_t budget_bytes, int64_t record_bytes)
 
 Journal::~Journal() {
   close();
-  if (monitor_) monitor_->join();
+  if (!monitor_) return;
+  if (monitor_->get_id() == std::this_thread::get_id()) monitor_->detach();  // it held the last reference
+  else monitor_->join();
 }
 
 std::shared_ptr<Group> Journal::group(const std::string& name, int rank, int size, bool poll) {
-  auto g = std::make_shared<Group>(*this, name, rank, size, poll);
+  auto g = std::make_shared<Group>(shared_from_this(), name, rank, size, poll);
   std::lock_guard<std::mutex> lock(m_);
   groups_.push_back(g);
   return g;
@@ -335,7 +337,7 @@ void Journal::set_step(int64_t step) {
   issued_in_step_ = 0;
 }
 
-void Journal::suspend(const std::string&) {
+void Journal::suspend() {
   std::lock_guard<std::mutex> lock(m_);
   if (mode_ == Mode::live) mode_ = Mode::held;
 }
@@ -490,7 +492,7 @@ void Journal::recycle(Entry& entry) {  // m_ is held
 void Journal::watch(std::shared_ptr<Group> group, EntryPtr entry, WorkPtr work, uint64_t epoch) {
   std::lock_guard<std::mutex> lock(m_);
   watched_.push_back({std::move(group), std::move(entry), std::move(work), epoch});
-  if (!monitor_) monitor_ = std::make_unique<std::thread>([this] { monitor_loop(); });
+  if (!monitor_) monitor_ = std::make_unique<std::thread>([self = shared_from_this()] { self->monitor_loop(); });
   watch_cv_.notify_all();
 }
 

@@ -63,7 +63,7 @@ class Journal;
 // One process group's part of the journal.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  Group(Journal& journal, std::string name, int rank, int size, bool poll);
+  Group(std::shared_ptr<Journal> journal, std::string name, int rank, int size, bool poll);
 
   FuturePtr submit(Call call, WorkPtr* inner);
   void adopt(BackendPtr inner);  // install a new inner backend; in held mode nothing is launched before replay()
@@ -84,6 +84,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void complete(const EntryPtr& entry, uint64_t epoch, const std::string* error);
   void replay(int64_t from_step);  // launching_ is held
 
+  const std::shared_ptr<Journal> owner_;  // callbacks of inner operations may outlive every other reference
   Journal& journal_;
   const bool poll_;
   // Held while entries are handed to the inner backend: keeps their order. Recursive, because an inner future that is
@@ -97,7 +98,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<Tensors> to_serve_;
 };
 
-class Journal {
+class Journal : public std::enable_shared_from_this<Journal> {
  public:
   enum class Mode : int { offline, held, live };
 
@@ -108,7 +109,7 @@ class Journal {
 
   void set_step(int64_t step);
   int64_t step() const { return step_; }
-  void suspend(const std::string& why);             // stop launching, everywhere
+  void suspend();                                   // stop launching, everywhere
   bool drain(double seconds);                       // wait until no inner operation is in flight
   void go_offline();
   void go_live();                                   // newcomer: from here on operations are real

@@ -1,0 +1,125 @@
+"""What moves from a replica to a newcomer: complete, exact, and refused where the two do not match."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpwrap.engine import transfer
+from tpwrap.engine.gate import CommitGate
+from tpwrap.engine.state import ReplicaState, StateError
+from tpwrap.engine.transfer import Offer, StateServer, stripe
+
+KEY = b"k" * 32
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "groups": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.5}, {"params": p[1:]}]),
+}
+
+
+def make(optimizer: str, seed: int) -> ReplicaState:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Linear(40, 3))
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    return ReplicaState(model, made, torch.optim.lr_scheduler.StepLR(made, 2))
+
+
+def train(state: ReplicaState, steps: int) -> None:
+    for step in range(steps):
+        state.optimizer.zero_grad()
+        state.model(torch.full((2, 300), 0.1 * step)).sum().backward()
+        state.optimizer.step()
+        state.scheduler.step()
+
+
+@pytest.mark.parametrize("sources", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_newcomer_trains_on_as_its_replica(
+    optimizer: str, sources: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 1000)  # several pieces for each source
+    replica, newcomer = make(optimizer, 1), make(optimizer, 2)
+    train(replica, 5)
+    servers = [StateServer("127.0.0.1", KEY) for _ in range(sources)]
+    for server in servers:
+        server.offer = Offer(3, 5, replica, replica.scalars())
+    inventory, moved = transfer.restore(
+        newcomer, [s.address for s in servers], KEY, 3, 5, 5.0, lambda: False
+    )
+    assert newcomer.digest(inventory.scalars) == replica.digest(replica.scalars())
+    assert moved > 48_000
+    for state in (replica, newcomer):
+        train(state, 5)
+    assert newcomer.digests() == replica.digests()
+    assert newcomer.scalars() == replica.scalars()
+
+
+def test_equal_tensors_are_not_moved() -> None:
+    replica, newcomer = make("sgd", 1), make("sgd", 1)
+    server = StateServer("127.0.0.1", KEY)
+    server.offer = Offer(0, 0, replica, replica.scalars())
+    assert transfer.restore(newcomer, [server.address], KEY, 0, 0, 5.0, lambda: False)[1] == 0
+
+
+def test_a_source_answers_only_for_its_generation_and_step() -> None:
+    replica = make("sgd", 1)
+    server = StateServer("127.0.0.1", KEY)
+    server.offer = Offer(4, 7, replica, replica.scalars())
+    for generation, step in ((3, 7), (4, 8)):
+        with pytest.raises(ConnectionError):
+            transfer.restore(make("sgd", 2), [server.address], KEY, generation, step, 5.0, lambda: False)
+    with pytest.raises(ConnectionError):
+        transfer.restore(make("sgd", 2), [server.address], b"wrong", 4, 7, 5.0, lambda: False)
+
+
+def test_another_model_is_refused_by_name() -> None:
+    replica = make("sgd", 1)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 41), torch.nn.Linear(41, 3))
+    other = ReplicaState(model, torch.optim.SGD(model.parameters()), None)
+    with pytest.raises(StateError, match=r"model/0\.weight is \[41, 300\]"):
+        other.allocate(replica.manifest())
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5))
+def test_stripes_hold_every_piece_once_and_are_even(sizes: list[int], sources: int) -> None:
+    pieces = [(f"t{i}", 0, size) for i, size in enumerate(sizes)]
+    shares = stripe(pieces, sources)
+    assert sorted(piece for share in shares for piece in share) == sorted(pieces)
+    loads = [sum(length for _, _, length in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_the_gate_keeps_updates_whole() -> None:
+    gate, log = CommitGate(), []
+    inside, leave = threading.Event(), threading.Event()
+
+    def update() -> None:
+        with gate.passing():
+            inside.set()
+            leave.wait(5)
+            log.append("updated")
+
+    first = threading.Thread(target=update)
+    first.start()
+    inside.wait(5)
+    gate.close()
+    second = threading.Thread(target=lambda: (gate.passing().__enter__(), log.append("second")))
+    second.start()
+    threading.Timer(0.05, leave.set).start()
+    gate.settle()
+    assert log == ["updated"]
+    second.join(0.1)
+    assert second.is_alive()
+    gate.open()
+    second.join(5)
+    assert log == ["updated", "second"]
