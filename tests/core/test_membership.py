@@ -24,6 +24,7 @@ from tpwrap.core.state import (
     Send,
     Stage,
     Stop,
+    StoreLost,
     Tick,
 )
 
@@ -612,3 +613,27 @@ def test_refusals() -> None:
     assert "already" in (membership.refusal(play.state, 0, 2, m.PROTOCOL) or "")
     assert "given up" in (membership.refusal(play.state, 2, 2, m.PROTOCOL) or "")
     assert "not part" in (membership.refusal(play.state, 3, 2, m.PROTOCOL) or "")
+
+
+def test_without_the_store_training_goes_on_and_the_next_failure_ends_the_job_at_once() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    assert play.see(StoreLost()) == []
+    actions = play.die(1)
+    [end] = [action for action in actions if isinstance(action, End)]
+    assert end.exit_code == 70
+    assert "killed by signal 9" in end.reason
+    assert "store has ended" in end.reason
+
+
+def test_a_spare_that_dies_without_the_store_disturbs_nobody() -> None:
+    play = Play(Job(nodes=1, spares=1))
+    play.see(StoreLost())
+    play.see(NodeLost(1, "connection closed"))
+    assert play.state.stage is Stage.RUNNING
+
+
+def test_a_store_that_is_lost_in_a_recovery_ends_the_job() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.die(1)
+    [end] = [action for action in play.see(StoreLost()) if isinstance(action, End)]
+    assert end.exit_code == 70

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import EXAMPLE, SCRIPTS, Run, assert_equal, tpwrap, wait_for
 from tpwrap.core import events
+from tpwrap.launch import processes
 
 
 def processes_of(run: Run) -> list[str]:
@@ -100,4 +102,30 @@ def test_interrupt_ends_everything(tmp_path: Path) -> None:
 
     run = tpwrap(tmp_path, EXAMPLE["gpt"], during=interrupt)
     assert run.code == 130
+    assert processes_of(run) == []
+
+
+def test_a_failure_after_the_store_was_lost_ends_the_job_at_once(tmp_path: Path) -> None:
+    def kill_store_then_rank(run_dir: Path) -> None:
+        def told(kind: type[Any]) -> list[Any]:
+            path = run_dir / "events.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            return [event for _, event in map(events.from_line, lines) if isinstance(event, kind)]
+
+        wait_for((tmp_path / "results" / "rank1.jsonl").exists)
+        [job] = told(events.JobStarted)
+        [store] = [pid for pid in processes.children(job.pid) if comm(pid) == "tp-store"]
+        os.kill(store, signal.SIGKILL)
+        wait_for(lambda: "store has ended" in (tmp_path / "output.txt").read_text())
+        os.kill(told(events.WorkerAssigned)[1].pid, signal.SIGKILL)
+
+    def comm(pid: int) -> str:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+
+    script = [*EXAMPLE["gpt"], "--steps", "3000"]
+    run = tpwrap(tmp_path, script, nodes=2, spares=1, during=kill_store_then_rank)
+    assert run.code == 70
+    last = run.output.strip().splitlines()[-1]
+    assert "killed by signal 9" in last
+    assert "store has ended" in last
     assert processes_of(run) == []

@@ -32,7 +32,7 @@ def assert_healed(run: Run, failures: int) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "views", "static", "unused", "unused-zeros", "norms", "norms-broadcast", "by-hand", "groups", "registered",
+        "views", "static", "unused", "unused-zeros", "norms", "by-hand", "groups", "registered",
         "workers", "two-loaders",
     ],
 )  # fmt: skip

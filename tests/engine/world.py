@@ -16,6 +16,9 @@ from tpwrap.engine import _native
 
 SECONDS = 20.0
 _names = itertools.count()
+_kept: list[World] = []
+"""Like the engine, we never let go of a journal: the last reference could then be dropped by one of gloo's threads,
+which would have to join itself."""
 
 
 class Rank:
@@ -35,6 +38,7 @@ class World:
         self.size = size
         self.store = dist.HashStore()
         self.ranks = [Rank(r, size, poll, budget) for r in range(size)]
+        _kept.append(self)
 
     def connect(self, members: list[Rank] | None = None) -> None:
         prefix = f"generation{next(_names)}"

@@ -36,6 +36,7 @@ from tpwrap.core.state import (
     Said,
     Send,
     Stop,
+    StoreLost,
     Tick,
 )
 
@@ -61,7 +62,8 @@ class Coordinator:
         verdict = await coordinator.run()             # until the job has ended and the supervisors have left
 
     `on_event` is called in the event loop for each event, after it was written to run_dir/events.jsonl; an
-    exception from it is logged and ignored. `supervisor_died` and `stop` are to be called in the event loop.
+    exception from it is logged and ignored. `supervisor_died`, `store_lost` and `stop` are to be called in the
+    event loop.
     """
 
     def __init__(
@@ -134,6 +136,10 @@ class Coordinator:
     def supervisor_died(self, node: int, how: str) -> None:
         """A second observer (the parent process) saw the supervisor end: no need to wait for silence."""
         self._observe(NodeLost(node, how))
+
+    def store_lost(self) -> None:
+        """The rendezvous store has ended: the next failure ends the job, at once and with that reason."""
+        self._observe(StoreLost())
 
     def stop(self, signal_name: str) -> None:
         """End the job because of SIGINT or SIGTERM."""

@@ -69,6 +69,15 @@ def no_place(state: State, choice: Unplaceable) -> Ending:
     return OUT_OF_SPARES, choice.reason, ""
 
 
+def without_store(state: State, cause: str) -> Ending:
+    reason = (
+        f"{cause}. This cannot be healed, because the rendezvous store has ended. "
+        "Start the job again from its last checkpoint"
+    )
+    failed = next((view.failed for view in state.ranks.values() if view.failed is not None), None)
+    return (INTERNAL, reason, "") if failed is None else by_script(failed, reason)
+
+
 def sidecar_lost(rank: int, keepers: Sequence[int]) -> Ending:
     where = ", ".join(map(str, keepers)) or "none"
     return (

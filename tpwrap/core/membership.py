@@ -30,6 +30,7 @@ from tpwrap.core.state import (
     Stage,
     State,
     Stop,
+    StoreLost,
     Tick,
     Transition,
     Worker,
@@ -98,6 +99,8 @@ def transition(state: State, observation: Observation, now: float) -> Transition
             _tick(d)
         case Stop(signal):
             d.end(endings.SIGNALS.get(signal, 130), f"stopped by {signal}")
+        case StoreLost():
+            _store_lost(d)
     return d.done()
 
 
@@ -156,9 +159,17 @@ def _node_lost(d: Draft, lost: dict[int, str]) -> None:
 def _keep_buddies(d: Draft) -> None:
     """A spare that dies idle disturbs nobody, unless it was the last to keep some rank's sidecar."""
     exposed = recovery.without_buddy(d.state)
-    if exposed:
+    if exposed and not d.state.store_lost:
         which = ", ".join(map(str, exposed))
         recovery.begin(d, f"new buddies are needed: no node is left that keeps the sidecar of rank {which}")
+
+
+def _store_lost(d: Draft) -> None:
+    """Communicators that stand go on without it; those that have to be made need it."""
+    d.set(store_lost=True)
+    if d.state.stage not in (Stage.RUNNING, Stage.RESUMING):
+        cause = "ranks were starting" if d.state.failover is None else "a failure was being healed"
+        d.end(*endings.without_store(d.state, cause))
 
 
 # --- workers -----------------------------------------------------------------------------------------

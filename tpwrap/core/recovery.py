@@ -32,6 +32,9 @@ def lose(d: Draft, rank: int, loss: Loss, fence: bool, failed: Failed | None = N
 
 def begin(d: Draft, cause: str) -> None:
     """Start the next generation: everyone who holds a rank lets go of the current one."""
+    if d.state.store_lost:
+        d.end(*endings.without_store(d.state, cause))
+        return
     generation = d.state.generation + 1
     live = frozenset(rank for rank, view in d.state.ranks.items() if view.live)
     lost = [rank for rank, view in d.state.ranks.items() if view.loss is not None]

@@ -83,7 +83,12 @@ class Stop:
     signal: str
 
 
-Observation: TypeAlias = Joined | Heard | NodeLost | Exited | Said | Tick | Stop
+@dataclass(frozen=True)
+class StoreLost:
+    """The rendezvous store has ended: no new communicator can be made."""
+
+
+Observation: TypeAlias = Joined | Heard | NodeLost | Exited | Said | Tick | Stop | StoreLost
 
 # --- what it answers -------------------------------------------------------------------------------
 
@@ -268,6 +273,7 @@ class State:
     any_set_up: bool = False
     """some rank has been at a step boundary: there is state to lose"""
     notices: frozenset[str] = frozenset()
+    store_lost: bool = False
 
     @property
     def ended(self) -> bool:

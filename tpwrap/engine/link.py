@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 
 import msgspec
@@ -38,12 +39,13 @@ class Link:
 
     def start(self, handle: Callable[[CoordinatorToWorker], None]) -> None:
         def receive() -> None:
-            while True:
-                message = wire.receive_blocking(self._socket, _decoder)
-                if message is None:
-                    self._lost()
-                    return
-                handle(message)
+            try:
+                while (message := wire.receive_blocking(self._socket, _decoder)) is not None:
+                    handle(message)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(70)  # nobody could reach this worker any more: better it is replaced
+            self._lost()
 
         threading.Thread(target=receive, name="torchpass-link", daemon=True).start()
 

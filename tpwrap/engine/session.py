@@ -118,6 +118,9 @@ def session(
     """Protect a training loop. Call it once, after the model is wrapped and the optimizer (and scheduler) are made.
 
     model: the module, wrapped in DDP or not. One `optimizer.step()` is one step.
+
+    A newcomer goes on right after `optimizer.step()`: there, of all that the loop's body computed before, only the
+    tensors given to `backward()` have their true values. Log those, and see docs/limits.md for the rest.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"tpwrap.session: model is a {type(model).__name__}; give a torch.nn.Module")

@@ -123,7 +123,7 @@ class LocalRun:
         self._coordinator = coordinator
         if self._stopped_by is not None:
             coordinator.stop(self._stopped_by.name)
-        watch_store = asyncio.create_task(self._watch_store())
+        watch_store = asyncio.create_task(self._watch_store(coordinator))
         try:
             return await coordinator.run()
         finally:
@@ -157,10 +157,11 @@ class LocalRun:
         if self._coordinator is not None:
             self._coordinator.supervisor_died(node, f"its supervisor {describe_exit(returncode)}")
 
-    async def _watch_store(self) -> None:
+    async def _watch_store(self, coordinator: Coordinator) -> None:
         assert self._forge is not None
         await self._forge.store_lost()
         self._say("error: the rendezvous store has ended, so a failure can no longer be healed", always=True)
+        coordinator.store_lost()
 
     def _on_stop(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()

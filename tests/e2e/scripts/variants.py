@@ -172,7 +172,7 @@ def static(job: Job) -> None:
 
 
 class Branches(Net):
-    """A side branch is used in every third step only, another one from step 5 on."""
+    """A side branch is used in steps 1 and 2 only, another one from step 5 on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Branches(Net):
 
     def branching(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
         hidden = self.dropout(F.relu(self.second(F.relu(self.first(inputs)))))
-        outputs = self.head(hidden) + (self.side(hidden) if step % 3 == 1 else 0)
+        outputs = self.head(hidden) + (self.side(hidden) if step in (1, 2) else 0)
         return outputs + (self.late(inputs) if step >= 5 else 0)
 
     def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:  # type: ignore[override]
@@ -236,12 +236,6 @@ def norms(job: Job) -> None:
     net.second = nn.Sequential(nn.Linear(16, 16), SyncNorm(16))  # type: ignore[assignment]
     model = DDP(net, bucket_cap_mb=0.0005, broadcast_buffers=False)
     train(job, model, torch.optim.Adagrad(model.parameters(), lr=0.05))
-
-
-def norms_broadcast(job: Job) -> None:
-    """Batch normalization whose buffers DDP broadcasts in each forward."""
-    model = DDP(Net(norm=True), bucket_cap_mb=0.0005)
-    train(job, model, torch.optim.Adamax(model.parameters(), lr=0.05))
 
 
 def accumulate(job: Job) -> None:
@@ -455,7 +449,7 @@ def ending(job: Job) -> None:
 KINDS: dict[str, Callable[[Job], None]] = {
     kind.__name__.replace("_", "-"): kind
     for kind in (
-        views, static, unused, unused_zeros, norms, norms_broadcast, accumulate, by_hand, groups, registered, workers,
+        views, static, unused, unused_zeros, norms, accumulate, by_hand, groups, registered, workers,
         two_loaders, chatter, ending,
     )
 }  # fmt: skip
