@@ -24,10 +24,11 @@ class CoordinatorLink:
 
     @staticmethod
     async def open(host: str, port: int, key: bytes, hello: Hello, timeouts: Timeouts) -> CoordinatorLink:
-        """Connect and introduce this node. Tries again until `timeouts.join` has passed: the coordinator may
-        start later than a supervisor. A peer without the job's key is refused at once."""
+        """Connect and introduce this node. Tries again for a while: the coordinator may start a little later than a
+        supervisor. Not for long, because it may also be dead already, and then nothing of the node may stay behind. A
+        peer without the job's key is refused at once."""
         decoder: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
-        deadline = asyncio.get_running_loop().time() + timeouts.join
+        deadline = asyncio.get_running_loop().time() + timeouts.failure_timeout / 2
         while True:
             try:
                 channel = await Channel.connect(host, port, key, decoder)

@@ -88,6 +88,7 @@ class Communicators:
         self._generation: _Generation | None = None
         self._created = 0
         self._records: list[list[list[torch.Tensor]]] = []
+        self._left_behind: list[Any] = []
         self.offline = False
         """a newcomer before its point of entry: groups are created without an inner backend"""
 
@@ -115,6 +116,16 @@ class Communicators:
             inners = list(generation.inners)
         sockets.cut(lambda local, remote: (local, remote) in generation.connection)
         return abort_all(inners, deadline)
+
+    def cut_again(self) -> None:
+        """Abort once more what `abort` has aborted."""
+        for communicator in list(self.all):
+            if communicator.inner is not None:
+                communicator.inner.abort()
+
+    def leave_behind(self) -> None:
+        """Keep the current inner backends for ever, so that `drop` does not destroy them."""
+        self._left_behind += [communicator.group.inner for communicator in self.all]
 
     def drop(self) -> None:
         """Let go of the aborted inner backends (their threads are joined; nothing may be in flight)."""
