@@ -3,13 +3,14 @@
     python benchmarks/pause.py [--pairs 5]
 
 All on this machine: 4 ranks, DDP, gloo, SIGKILL in the middle of a backward pass. *Pause*: from the kill to the first
-update that a survivor's rank applies afterwards. *Back*: to the first update beyond the furthest one before the kill
+update after the standstill. *Back*: to the first update beyond the furthest one before the kill
 (torchrun restarts all processes and redoes the steps since its last checkpoint, which the script writes every 50).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 from pathlib import Path
@@ -26,11 +27,15 @@ ARGUMENTS = ["--steps", "110"]
 
 
 def pause_and_back(out: Path, killed: float) -> tuple[float, float]:
-    """Seconds, seen by rank 0, which survives."""
+    """Seconds, seen by rank 0, which survives. The job stands still in the longest gap between two of its updates: an
+    update right after the kill may be the last one to which the victim had already contributed."""
     times = step_times(out, 0)
-    after = [(step, when) for step, when in times if when > killed]
-    furthest = max(step for step, when in times if when <= killed)
-    return after[0][1] - killed, next(when for step, when in after if step > furthest) - killed
+    pairs = enumerate(itertools.pairwise(times))
+    gaps = [(after[1] - before[1], at) for at, (before, after) in pairs if after[1] > killed]
+    at = max(gaps)[1]
+    furthest = max(step for step, _ in times[: at + 1])
+    resumed = times[at + 1][1]
+    return resumed - killed, next(when for step, when in times[at + 1 :] if step > furthest) - killed
 
 
 def tpwrap_run(out: Path, fault: str, spares: int) -> tuple[tuple[float, float], dict[str, float]]:
@@ -54,7 +59,7 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5, help="paired runs (default 5; about 50 s each)")
+    parser.add_argument("--pairs", type=int, default=5, help="paired runs (default 5; about 70 s each)")
     pairs = parser.parse_args().pairs
     console = Console()
     pauses: dict[str, list[tuple[float, float]]] = {"rank": [], "node": [], "torchrun": []}
