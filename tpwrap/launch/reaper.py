@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OnExit = Callable[[int], None]
 """Called with the return code (as in subprocess, negative for a signal) while the process is still a zombie,
 so its pid and its process group cannot yet belong to anybody else."""
@@ -47,7 +48,12 @@ class Reaper:
                 self._unclaimed.clear()
 
     def close(self) -> None:
-        """Reap no more. Before the loop is closed: a signal in the midst of that would be an ugly message."""
+        """Reap no more, and hear no signal to end any more: the process is about to.
+
+        asyncio closes the pipe that its signal handlers write to before it takes the handlers back. A signal between
+        the two prints a traceback of nobody's concern.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TO_END)
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def _collect(self) -> None:
