@@ -134,6 +134,34 @@ class Unprotected(Message, frozen=True):
     reason: str
 
 
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """An operation of a process group that this rank has issued and that has not completed."""
+
+    group: str
+    operation: str
+    step: int
+    number: int
+    """among the collectives of the step in that group, from 0; -1: send or receive"""
+    seconds: float
+    everyone: bool
+    """all ranks are members of the group"""
+
+
+class Whereabouts(Message, frozen=True):
+    """The answer to `Look`.
+
+    waits: the oldest unfinished operation of each group, and each group that is not connected yet (number 0).
+    joined: group -> the first collective this rank has not taken part in, as (step, number).
+    line: where the script is, "train.py:42"; "" where that cannot be told.
+    """
+
+    generation: int
+    step: int
+    waits: list[Waiting]
+    joined: dict[str, tuple[int, int]]
+    line: str
+
+
 WorkerMessage: TypeAlias = (
     WarmReady
     | SetupDone
@@ -147,6 +175,7 @@ WorkerMessage: TypeAlias = (
     | Finished
     | Notice
     | Unprotected
+    | Whereabouts
 )
 
 # --- coordinator -> worker (relayed) ----------------------------------------------------------------
@@ -213,11 +242,15 @@ class Warm(Message, frozen=True):
     modules: list[str]
 
 
+class Look(Message, frozen=True):
+    """Nothing moves: say where you are (`Whereabouts`)."""
+
+
 class Bye(Message, frozen=True):
     """Every rank has finished: exit with 0."""
 
 
-CoordinatorToWorker: TypeAlias = Plan | Assign | Release | Resume | InjectAck | Warm | Bye
+CoordinatorToWorker: TypeAlias = Plan | Assign | Release | Resume | InjectAck | Warm | Look | Bye
 
 # --- supervisor <-> coordinator ---------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from tpwrap.control.messages import (
     CommError,
     CoordinatorToWorker,
     InjectAck,
+    Look,
     Notice,
     Plan,
     Progress,
@@ -34,6 +35,7 @@ from tpwrap.engine.link import Link
 from tpwrap.engine.recovery import Recovery
 from tpwrap.engine.sidecar import Publisher
 from tpwrap.engine.transfer import StateServer
+from tpwrap.engine.whereabouts import Lookout
 
 if TYPE_CHECKING:
     from tpwrap.engine.steps import Steps
@@ -72,6 +74,7 @@ class Runtime:
         budget = int(os.environ.get("TORCHPASS_REPLAY_BUDGET_MB", "2048")) << 20
         self.journal = _native.Journal(assign.world_size, budget, _RECORD_BYTES)
         self.communicators = Communicators(self.journal, assign.store, timeouts.ready)
+        self._lookout = Lookout(self.communicators, assign.world_size)
         self.publisher = Publisher(self.journal, key, assign.rank, timeouts.release)
         self.injector = Injector(assign.faults, self.send)
         self.steps: Steps | None = None
@@ -168,6 +171,8 @@ class Runtime:
                 self._recovery.post(message)
         elif isinstance(message, InjectAck):
             self.injector.answer(message)
+        elif isinstance(message, Look):
+            self.send(self._lookout.look(self.generation, self.step))
         elif isinstance(message, Bye):
             self._finished.set()
 

@@ -57,7 +57,9 @@ WorkPtr JournaledBackend::submit(Call call) {
   Tensors out = call.out;
   WorkPtr inner;
   const bool any_source = type == OpType::RECVANYSOURCE;
+  const auto step = group_->step();
   auto future = group_->submit(std::move(call), any_source ? &inner : nullptr);
+  attendance_.issued(type, step, future);
   return c10::make_intrusive<JournaledWork>(rank_, type, std::move(future), std::move(inner), std::move(out));
 }
 

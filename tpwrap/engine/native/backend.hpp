@@ -4,6 +4,7 @@
 // (gloo, NCCL) that the journal's Group hands operations to. Python cannot subclass c10d::Backend, and an exception or a
 // missing method here would reach DDP's reducer, hence C++ and hence complete.
 #pragma once
+#include "attendance.hpp"
 #include "journal.hpp"
 
 namespace torchpass {
@@ -34,6 +35,7 @@ class JournaledBackend : public c10d::Backend {
       : Backend(group->rank, group->size), group_(std::move(group)), backend_name_(std::move(backend_name)) {}
   const std::string getBackendName() const override { return backend_name_; }
   std::shared_ptr<Group> group() { return group_; }
+  Attendance& attendance() { return attendance_; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;
@@ -70,6 +72,7 @@ class JournaledBackend : public c10d::Backend {
   WorkPtr submit(Call call);
   std::shared_ptr<Group> group_;
   const std::string backend_name_;
+  Attendance attendance_;
 };
 
 }  // namespace torchpass

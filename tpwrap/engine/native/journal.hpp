@@ -72,6 +72,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void serve(std::vector<Tensors> record);
   std::vector<Tensors> record();
   uint64_t served_mismatches() const { return mismatches_; }
+  int64_t step() const;
 
   const std::string name;
   const int rank, size;
@@ -156,5 +157,7 @@ class Journal : public std::enable_shared_from_this<Journal> {
   std::condition_variable watch_cv_;
   std::unique_ptr<std::thread> monitor_;
 };
+
+inline int64_t Group::step() const { return journal_.step(); }
 
 }  // namespace torchpass

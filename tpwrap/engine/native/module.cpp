@@ -57,7 +57,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                                                     py::dynamic_attr())
       .def(py::init([](std::shared_ptr<Group> group, const std::string& name) {
         return c10::make_intrusive<JournaledBackend>(std::move(group), name);
-      }));
+      }))
+      .def("joined", [](JournaledBackend& b) { return b.attendance().joined(); }, NoGil())
+      .def("oldest_wait", [](JournaledBackend& b) { return b.attendance().oldest(); }, NoGil());
 
   m.def("digests", &digests, NoGil());
 }
