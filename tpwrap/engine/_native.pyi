@@ -18,6 +18,7 @@ class Group:
     rank: int
     size: int
     inner: Any
+    in_flight: int
     served_mismatches: int
     def adopt(self, inner: Any | None) -> None: ...
     def serve(self, record: list[list[torch.Tensor]]) -> None: ...

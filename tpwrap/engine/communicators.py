@@ -124,8 +124,9 @@ class Communicators:
                 communicator.inner.abort()
 
     def leave_behind(self) -> None:
-        """Keep the current inner backends for ever, so that `drop` does not destroy them."""
-        self._left_behind += [communicator.group.inner for communicator in self.all]
+        """Keep for ever those inner backends whose operations do not end, so that `drop` does not destroy them: that
+        would wait for the operations."""
+        self._left_behind += [one.group.inner for one in self.all if one.group.in_flight]
 
     def drop(self) -> None:
         """Let go of the aborted inner backends (their threads are joined; nothing may be in flight)."""

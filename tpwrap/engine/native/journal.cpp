@@ -33,6 +33,11 @@ BackendPtr Group::inner() {
   return inner_;
 }
 
+int64_t Group::in_flight() {
+  std::lock_guard<std::mutex> lock(journal_.m_);
+  return in_flight_;
+}
+
 void Group::adopt(BackendPtr inner) {
   BackendPtr old;  // destroyed after the lock is gone: ~ProcessGroupGloo joins threads whose callbacks take it
   {
@@ -40,6 +45,8 @@ void Group::adopt(BackendPtr inner) {
     old = std::move(inner_);
     inner_ = std::move(inner);
     epoch_++;
+    journal_.in_flight_ -= std::exchange(in_flight_, 0);
+    journal_.cv_.notify_all();
     if (!inner_ || journal_.mode_ != Journal::Mode::live) return;
   }
   // The journal is live already: a group just created, or one that the newcomer's script created later than its entry.
@@ -167,6 +174,7 @@ void Group::launch(const EntryPtr& entry, const BackendPtr& inner, bool direct) 
     std::lock_guard<std::mutex> lock(journal_.m_);
     epoch = entry->epoch = epoch_;
     entry->launched = true;
+    in_flight_++;
     journal_.in_flight_++;
   }
   WorkPtr work;
@@ -182,7 +190,7 @@ void Group::launch(const EntryPtr& entry, const BackendPtr& inner, bool direct) 
     if (direct && !p2p && !entry->scratch) {
       {
         std::lock_guard<std::mutex> lock(journal_.m_);
-        journal_.in_flight_--;
+        ended(epoch);
         journal_.bytes_ -= entry->bytes;
         for (auto it = log_.begin(); it != log_.end(); ++it)
           if (*it == entry) { log_.erase(it); break; }
@@ -197,8 +205,9 @@ void Group::launch(const EntryPtr& entry, const BackendPtr& inner, bool direct) 
     try { inner_future = work->getFuture(); } catch (const std::exception&) {}  // gloo's reduce_scatter has none
   }
   {
+    WorkPtr old = work;  // let go after the lock, as in complete(): of a launch that was left behind
     std::lock_guard<std::mutex> lock(journal_.m_);
-    entry->inner_work = work;
+    entry->inner_work.swap(old);
   }
   auto self = shared_from_this();
   if (inner_future) {
@@ -233,8 +242,7 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
   WorkPtr finished;  // let go after the lock: it may hold the last reference to a tensor that Python knows
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
-    journal_.in_flight_--;
-    journal_.cv_.notify_all();
+    ended(epoch);
     if (epoch != epoch_ || entry->epoch != epoch || entry->done) return;  // an abandoned launch
     finished = std::move(entry->inner_work);
     if (entry->dropped && !error) { entry->dropped = false; error = &dropped; }
@@ -275,6 +283,13 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
     while (!log_.empty() && log_.front()->done && !log_.front()->replayable) log_.pop_front();
   }
   future->markCompleted(c10::IValue(out));
+}
+
+void Group::ended(uint64_t epoch) {
+  if (epoch != epoch_) return;  // adopt() has written it off
+  in_flight_--;
+  journal_.in_flight_--;
+  journal_.cv_.notify_all();
 }
 
 void Group::replay(int64_t from_step) {
@@ -503,9 +518,14 @@ void Journal::monitor_loop() {
       watch_cv_.wait(lock, [&] { return closed_ || !watched_.empty(); });
       continue;
     }
-    std::list<Watched> finished;
+    std::list<Watched> finished, left_behind;
     for (auto it = watched_.begin(); it != watched_.end();) {
       auto next = std::next(it);
+      if (it->epoch != it->group->epoch_) {  // its backend was replaced: it may never end, and nobody waits for it
+        left_behind.splice(left_behind.end(), watched_, it);
+        it = next;
+        continue;
+      }
       bool over = true;
       lock.unlock();
       try { over = it->work->isCompleted(); } catch (const std::exception&) {}
@@ -523,6 +543,7 @@ void Journal::monitor_loop() {
       w.group->complete(w.entry, w.epoch, error.empty() ? nullptr : &error);
     }
     finished.clear();
+    left_behind.clear();
     lock.lock();
     if (!progress && !watched_.empty()) watch_cv_.wait_for(lock, std::chrono::microseconds(100));
   }

@@ -68,6 +68,7 @@ class Group : public std::enable_shared_from_this<Group> {
   FuturePtr submit(Call call, WorkPtr* inner);
   void adopt(BackendPtr inner);  // install a new inner backend; in held mode nothing is launched before replay()
   BackendPtr inner();
+  int64_t in_flight();           // operations of the current inner backend that have not ended
   // Serve the outputs of set-up collectives from a record (a newcomer that runs the script's set-up again).
   void serve(std::vector<Tensors> record);
   std::vector<Tensors> record();
@@ -83,6 +84,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void pump(const Entry* caller = nullptr);  // launch queued entries, in order, while the journal allows it
   void launch(const EntryPtr& entry, const BackendPtr& inner, bool direct);
   void complete(const EntryPtr& entry, uint64_t epoch, const std::string* error);
+  void ended(uint64_t epoch);                // Journal::m_ is held
   void replay(int64_t from_step);  // launching_ is held
 
   const std::shared_ptr<Journal> owner_;  // callbacks of inner operations may outlive every other reference
@@ -94,6 +96,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::deque<EntryPtr> log_;        // guarded by Journal::m_
   BackendPtr inner_;
   uint64_t epoch_ = 0, issued_ = 0, served_ = 0;
+  int64_t in_flight_ = 0;           // on inner_ alone: what an earlier one has left behind does not count
   std::atomic<uint64_t> mismatches_{0};
   std::map<uint64_t, Tensors> recorded_;
   std::vector<Tensors> to_serve_;

@@ -27,6 +27,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("serve", &Group::serve, NoGil())
       .def("record", &Group::record, NoGil())
       .def_property_readonly("inner", py::cpp_function(&Group::inner, NoGil()))
+      .def_property_readonly("in_flight", py::cpp_function(&Group::in_flight, NoGil()))
       .def_property_readonly("served_mismatches", &Group::served_mismatches);
 
   py::class_<Journal, std::shared_ptr<Journal>>(m, "Journal")
