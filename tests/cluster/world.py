@@ -1,0 +1,504 @@
+"""The process tree of a bed: a keeper on the host, and below it, as pid 1 of its own namespaces, the world.
+
+    keeper                 on the bed's end (standard input closes, SIGTERM, the world dies) kills the world and removes
+                           the folder
+      world  (pid 1)       file system, bridge, munged, slurmctld; obeys one verb a connection on DIR/control
+        node n1 (pid 1)    its own namespaces inside the world's; starts and kills slurmd when the world says so
+        node n2 ...
+
+Run as a script with one argument, a JSON object (see Spec). Whatever the bed's user starts lives inside the world's PID
+namespace too, so nothing survives the keeper, and the keeper ends with the process that made the bed.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import linux
+import root
+
+CONTROLLER = "10.77.0.1"
+SLURMCTLD_PORT, SLURMDBD_PORT = 6817, 6819
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
+
+
+@dataclass
+class Spec:
+    """What the world is told at its start."""
+
+    dir: str
+    base: str  # root file system of the Slurm version
+    nodes: int
+    exposed: list[str]
+    users: dict[str, int]
+    dbd: bool
+    lifeline: bool  # whether the end of standard input ends the bed
+
+
+class Refused(Exception):
+    """A verb that makes no sense now; its text is the answer."""
+
+
+def address(number: int) -> str:
+    return f"10.77.0.{10 + number}"
+
+
+def ip(*commands: str, force: bool = False) -> None:
+    """Run `ip` commands in this process's network namespace."""
+    argv = ["ip", "-force", "-batch", "-"] if force else ["ip", "-batch", "-"]
+    done = subprocess.run(argv, input="\n".join(commands), text=True, capture_output=True)
+    if done.returncode != 0 and not force:
+        raise RuntimeError(f"ip: {done.stderr.strip()} in: {'; '.join(commands)}")
+
+
+def until(what: str, condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{what}: not within {seconds} s")
+        time.sleep(0.005)
+
+
+def listening(port: int) -> bool:
+    try:
+        socket.create_connection((CONTROLLER, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def start(argv: list[str], new_root: str, log: str, user: tuple[int, int] | None = None) -> int:
+    """Start a daemon inside `new_root`; its output is added to the file `log`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.chroot(new_root)
+        os.chdir("/")
+        os.setsid()
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.closerange(3, 4096)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if user is not None:
+            os.setgroups([user[1]])
+            os.setgid(user[1])
+            os.setuid(user[0])
+        os.execvpe(argv[0], argv, ENVIRONMENT)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(127)
+
+
+@dataclass
+class Node:
+    """A node as the world sees it."""
+
+    number: int
+    pid: int = 0  # of its pid 1, in the world's PID namespace; 0: it has no power
+    line: socket.socket | None = None  # to its pid 1
+    stopped: set[int] = field(default_factory=set)  # processes that `freeze` stopped
+
+    @property
+    def name(self) -> str:
+        return f"n{self.number}"
+
+    @property
+    def port(self) -> str:
+        """Its end of the cable on the bridge."""
+        return f"v{self.number}"
+
+    def tell(self, word: str) -> None:
+        assert self.line is not None
+        self.line.sendall(word.encode().ljust(16))
+        answer = self.line.recv(200).decode()
+        if answer != "ok":
+            raise Refused(f"{self.name}: {answer or 'its pid 1 is gone'}")
+
+
+def node_main(spec: Spec, node: Node, line: socket.socket) -> NoReturn:
+    """Pid 1 of a node. The network cable is plugged in before the first word arrives."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans
+    new_root = f"{spec.dir}/root"
+    socket.sethostname(node.name)
+    root.furnish(new_root, spec.exposed)
+    root.bind(f"{spec.dir}/run", f"{new_root}/run/munge")
+    slurmd = None
+    line.sendall(b"ok")
+    while word := line.recv(16, socket.MSG_WAITALL).decode().strip():
+        try:
+            if word == "network":
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                ip(
+                    "link set lo up",
+                    f"link set eth0 address 02:00:0a:4d:00:{node.number:02x}",
+                    f"addr add {address(node.number)}/24 dev eth0",
+                    "link set eth0 up",
+                    f"route add default via {CONTROLLER}",
+                )
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            elif word == "start":
+                if slurmd is not None and not select.select([slurmd], [], [], 0)[0]:
+                    raise Refused("slurmd runs already")
+                slurmd = os.pidfd_open(start(["slurmd", "-D"], new_root, f"{spec.dir}/log/slurmd.{node.name}.out"))
+            elif word == "kill":
+                if slurmd is None:
+                    raise Refused("slurmd does not run")
+                signal.pidfd_send_signal(slurmd, signal.SIGKILL)
+                select.select([slurmd], [], [])
+                os.close(slurmd)
+                slurmd = None
+            line.sendall(b"ok")
+        except Exception as error:
+            line.sendall(str(error).encode()[:200])
+    os._exit(0)
+
+
+class World:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.root = f"{spec.dir}/root"
+        self.nodes = {f"n{number}": Node(number) for number in range(1, spec.nodes + 1)}
+        self.daemons: dict[str, int] = {}
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """File system and bridge."""
+        spec = self.spec
+        socket.sethostname("ctl")
+        root.make_private()
+        root.build(self.root, spec.base)
+        root.bind(f"{spec.dir}/home", f"{self.root}/home")
+        self._etc()
+        root.bind(f"{spec.dir}/etc/slurm", f"{self.root}/etc/slurm")
+        root.furnish(self.root, spec.exposed)
+        root.bind(f"{spec.dir}/run", f"{self.root}/run/munge")
+        root.mount("proc", "/proc", "proc")  # ours, so that pids mean the same to us and to /proc
+        ip(
+            "link set lo up",
+            "link add br0 type bridge",
+            f"addr add {CONTROLLER}/24 dev br0",
+            "link set br0 up",
+        )
+
+    def _etc(self) -> None:
+        spec, etc = self.spec, f"{self.root}/etc"
+        with open(f"{etc}/passwd", "a") as passwd, open(f"{etc}/group", "a") as group:
+            for name, uid in spec.users.items():
+                passwd.write(f"{name}:x:{uid}:{uid}::/home/{name}:/bin/bash\n")
+                group.write(f"{name}:x:{uid}:\n")
+        hosts = ["127.0.0.1 localhost", f"{CONTROLLER} ctl"]
+        hosts += [f"{address(node.number)} {node.name}" for node in self.nodes.values()]
+        for name, content in (("hosts", "\n".join(hosts) + "\n"), ("hostname", "ctl\n"), ("resolv.conf", "")):
+            # an unreachable name server costs slurmd ten seconds at its start
+            if os.path.lexists(f"{etc}/{name}"):
+                os.unlink(f"{etc}/{name}")
+            with open(f"{etc}/{name}", "w") as file:
+                file.write(content)
+
+    def _id(self, user: str) -> tuple[int, int]:
+        with open(f"{self.root}/etc/passwd") as passwd:
+            for line in passwd:
+                fields = line.split(":")
+                if fields[0] == user:
+                    return int(fields[2]), int(fields[3])
+        raise RuntimeError(f"no user {user} in {self.spec.base}/etc/passwd: is the package installed?")
+
+    def begin(self) -> None:
+        """Daemons and nodes, until the controller hears all of them."""
+        spec = self.spec
+        munge = self._id("munge")
+        for path, owner in (
+            ("run", munge),
+            ("etc/munge.key", munge),
+            ("state", self._id("slurm")),
+            ("log", self._id("slurm")),
+        ):
+            os.chown(f"{spec.dir}/{path}", *owner)
+        self.daemons["munged"] = start(
+            [
+                "munged",
+                "--foreground",
+                f"--key-file={spec.dir}/etc/munge.key",
+                "--socket=/run/munge/munge.socket.2",
+                "--pid-file=/run/munge/pid",
+                "--seed-file=/run/munge/seed",
+            ],
+            self.root,
+            f"{spec.dir}/log/munged.out",
+            munge,
+        )
+        until("munged", lambda: os.path.exists(f"{spec.dir}/run/munge.socket.2"))
+        self.start_slurmctld(first=True)
+        for node in self.nodes.values():
+            self._create(node)
+        self._connect(*self.nodes.values())
+        self._await_slurmctld()
+        for node in self.nodes.values():
+            node.tell("start")
+
+    def _create(self, node: Node) -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            try:
+                os.closerange(0, 3)
+                os.open("/dev/null", os.O_RDWR)
+                os.dup2(os.open(f"{self.spec.dir}/log/{node.name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+                ours.close()
+                linux.unshare(linux.NEWPID | linux.NEWNET | linux.NEWNS | linux.NEWUTS | linux.NEWIPC)
+                pid = os.fork()
+                if pid == 0:
+                    node_main(self.spec, node, theirs)
+                os.write(writer, str(pid).encode())
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        os.close(writer)
+        theirs.close()
+        node.pid = int(os.read(reader, 20) or 0)
+        os.close(reader)
+        os.waitpid(middle, 0)
+        if not node.pid:
+            raise RuntimeError(f"{node.name} has no namespaces: see log/{node.name}.out")
+        node.line = ours
+        node.stopped = set()
+
+    def _connect(self, *nodes: Node) -> None:
+        """Plug the cables of new nodes in."""
+        for node in nodes:
+            assert node.line is not None
+            if node.line.recv(200) != b"ok":
+                raise RuntimeError(f"{node.name} does not start: see log/{node.name}.out")
+        cables = []
+        for node in nodes:
+            cables.append(f"link add {node.port} type veth peer name eth0 netns {node.pid}")
+            cables.append(f"link set {node.port} master br0 up")
+        ip(*cables)
+        for node in nodes:
+            node.tell("network")
+
+    # --- verbs ------------------------------------------------------------------------------------
+
+    def _node(self, name: str, *, alive: bool = True) -> Node:
+        if name not in self.nodes:
+            raise Refused(f"no node {name}; there are n1 to n{len(self.nodes)}")
+        node = self.nodes[name]
+        if alive and not node.pid:
+            raise Refused(f"{name} is dead; boot it first")
+        return node
+
+    def _awake(self, name: str) -> Node:
+        node = self._node(name)
+        if node.stopped:
+            raise Refused(f"{name} is frozen; thaw it first")
+        return node
+
+    def kill(self, name: str) -> None:
+        """Power loss: nobody hears a word from the node."""
+        node = self._node(name)
+        ip(f"link set {node.port} nomaster")  # else the kernel would close its connections politely
+        os.kill(node.pid, signal.SIGKILL)
+        os.waitpid(node.pid, 0)
+        assert node.line is not None
+        node.line.close()
+        node.line, node.pid = None, 0
+        ip(f"link del {node.port}", force=True)  # it may have gone with the node
+
+    def boot(self, name: str) -> None:
+        node = self._node(name, alive=False)
+        if node.pid:
+            raise Refused(f"{name} runs already; kill it first")
+        self._create(node)
+        self._connect(node)
+        node.tell("start")
+
+    def _members(self, node: Node) -> list[int]:
+        """Processes of a node, the nearest to its pid 1 last."""
+        mine = os.stat(f"/proc/{node.pid}/ns/pid").st_ino
+        found = []
+        for entry in os.listdir("/proc"):
+            try:
+                if entry.isdigit() and os.stat(f"/proc/{entry}/ns/pid").st_ino == mine:
+                    found.append(int(entry))
+            except OSError:
+                pass  # it ended meanwhile, or is a zombie
+        return found
+
+    def freeze(self, name: str) -> None:
+        """Stop every process of the node; its kernel still answers."""
+        node = self._awake(name)
+
+        def running() -> list[int]:
+            return [pid for pid in self._members(node) if _state(pid) not in "TtZXx"]
+
+        def stopped() -> bool:
+            pids = running()
+            for pid in pids:
+                node.stopped.add(pid)
+                try:
+                    os.kill(pid, signal.SIGSTOP)
+                except ProcessLookupError:
+                    pass
+            return not pids
+
+        until(f"{name} frozen", stopped)
+
+    def thaw(self, name: str) -> None:
+        node = self._node(name)
+        for pid in node.stopped:
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                pass
+        node.stopped = set()
+
+    def cut(self, name: str, carrier: bool) -> None:
+        """Packets vanish; with `carrier` the node also sees its cable pulled out."""
+        node = self._node(name)
+        ip(f"link set {node.port} down" if carrier else f"link set {node.port} nomaster")
+
+    def heal(self, name: str) -> None:
+        ip(f"link set {self._node(name).port} master br0 up")
+
+    def kill_slurmd(self, name: str) -> None:
+        self._awake(name).tell("kill")
+
+    def start_slurmd(self, name: str) -> None:
+        self._awake(name).tell("start")
+
+    def kill_slurmctld(self) -> None:
+        pid = self.daemons.pop("slurmctld", 0)
+        if not pid:
+            raise Refused("slurmctld does not run")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    def start_slurmctld(self, first: bool = False) -> None:
+        if "slurmctld" in self.daemons:
+            raise Refused("slurmctld runs already")
+        argv = ["slurmctld", "-D", "-c"] if first else ["slurmctld", "-D"]
+        self.daemons["slurmctld"] = start(argv, self.root, f"{self.spec.dir}/log/slurmctld.out")
+        if not first:
+            self._await_slurmctld()
+
+    def _await_slurmctld(self) -> None:
+        def up() -> bool:
+            self.reap()
+            if "slurmctld" not in self.daemons:
+                raise RuntimeError("slurmctld ended at once: see its log")
+            return listening(SLURMCTLD_PORT)
+
+        until("slurmctld", up)
+
+    def pid(self, name: str) -> int:
+        """The pid 1 of a node in the world's PID namespace."""
+        return self._node(name).pid
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        ours = {pid: name for name, pid in self.daemons.items()}
+        nodes = {node.pid for node in self.nodes.values()}
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None or ended.si_pid in nodes:
+                return
+            os.waitpid(ended.si_pid, 0)
+            if ended.si_pid in ours:
+                del self.daemons[ours[ended.si_pid]]
+
+    def serve(self, listener: socket.socket) -> NoReturn:
+        """One request a connection: [verb, arguments...] as JSON; the answer is [ok, value or message]."""
+        verbs: list[Callable[..., Any]] = [self.begin, self.pid, self.kill, self.boot, self.freeze, self.thaw, self.cut]
+        verbs += [self.heal, self.kill_slurmd, self.start_slurmd, self.kill_slurmctld, self.start_slurmctld]
+        named = {verb.__name__: verb for verb in verbs}
+        listener.settimeout(1)
+        while True:
+            self.reap()
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                verb, *arguments = json.loads(connection.makefile().readline())
+                try:
+                    answer = [True, named[verb](*arguments)]
+                except Refused as refusal:
+                    answer = [False, str(refusal)]
+                except Exception as error:
+                    traceback.print_exc()
+                    answer = [False, f"{verb}: {error}"]
+                try:
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+                except OSError:
+                    pass  # the asker is gone
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X"
+
+
+def keeper(spec: Spec) -> None:
+    """Start the world; when the bed ends, for whatever reason, end all of it and remove its folder."""
+    linux.unshare(linux.NEWPID)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        try:
+            linux.die_with_parent()
+            linux.unshare(linux.NEWNS | linux.NEWNET | linux.NEWUTS | linux.NEWIPC)
+            world = World(spec)
+            world.prepare()
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"{spec.dir}/control")
+            os.chmod(f"{spec.dir}/control", 0o600)
+            listener.listen(16)
+            os.write(writer, b"ok")
+            os.close(writer)
+            world.serve(listener)
+        except BaseException as error:
+            traceback.print_exc()
+            os.write(writer, str(error).encode())
+        os._exit(1)
+    os.close(writer)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+    try:
+        problem = os.read(reader, 1000).decode()
+        print(json.dumps({"pid": pid, "problem": None if problem == "ok" else problem or "it ended"}), flush=True)
+        world_end = os.pidfd_open(pid)
+        watched = [world_end, 0] if spec.lifeline else [world_end]
+        select.select(watched, [], [])
+    finally:
+        os.kill(pid, signal.SIGKILL)  # and the kernel kills all that live below it, before waitpid returns
+        os.waitpid(pid, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        shutil.rmtree(spec.dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    keeper(Spec(**json.loads(sys.argv[1])))
