@@ -151,8 +151,8 @@ def test_a_job_without_failures(tmp_path: Path) -> None:
 
     verdict, seen = play(tmp_path, Job(nodes=2, spares=1), story)
     assert verdict == Verdict(0, "every rank has finished", "")
-    assert kinds(seen) == ["JobStarted"] + 3 * ["NodeJoined"] + 2 * ["WorkerAssigned"] + ["JobEnded"]
-    assigned = seen[4]
+    assert kinds(seen) == ["JobStarted"] + 3 * ["NodeJoined"] + ["Arranged"] + 2 * ["WorkerAssigned"] + ["JobEnded"]
+    assigned = seen[5]
     assert isinstance(assigned, events.WorkerAssigned)
     assert (assigned.rank, assigned.pid, assigned.generation) == (0, 5001, 0)
 
@@ -282,7 +282,8 @@ def test_wrong_protocol_twice_the_same_node_and_strangers_are_refused(tmp_path: 
     async def story(rig: Rig) -> None:
         await rig.up(1)
         await rig.nodes[0].until(m.Assign)
-        for node, protocol, words in ((0, 99, "same tpwrap version"), (0, 1, "already"), (7, 1, "not part")):
+        ours = m.PROTOCOL
+        for node, protocol, words in ((0, 99, "same tpwrap version"), (0, ours, "already"), (7, ours, "not part")):
             wrong = Supervisor(node, rig.port)
             await wrong.connect(protocol)
             await wrong.reading

@@ -23,7 +23,8 @@ FINISHED = events.FailoverFinished(
     "event",
     [
         events.JobStarted(1, "r", 4, 1, 1, "node", 10.0, "h:1", ["x"]),
-        events.NodeJoined(0, "h", 2, 1, False),
+        events.NodeJoined(0, "h", 2, 1, "n1"),
+        events.Arranged([0, 1], [2], "reason"),
         events.WorkerAssigned(0, 0, 0, "n0s0w0", 33, 0, 0),
         events.RankFailed(0, 0, 0, "n0s0w0", "signal 9", 20, 0),
         events.NodeDown(1, "gone", [1]),

@@ -26,10 +26,10 @@ def test_supervisor_without_template(tmp_path: Path) -> None:
         spec = NodeSpec(
             node=0,
             slots=1,
-            spare=False,
             warm=False,
             host="127.0.0.1",
-            coordinator=("127.0.0.1", port),
+            coordinator=("127.0.0.1", [port]),
+            connect_within=5,
             key_file=str(tmp_path / "key"),
             run_dir=str(tmp_path),
             log_dir=str(tmp_path / "logs"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -23,22 +24,30 @@ class CoordinatorLink:
         self._heartbeats = asyncio.create_task(self._beat())
 
     @staticmethod
-    async def open(host: str, port: int, key: bytes, hello: Hello, timeouts: Timeouts) -> CoordinatorLink:
-        """Connect and introduce this node. Tries again for a while: the coordinator may start a little later than a
-        supervisor. Not for long, because it may also be dead already, and then nothing of the node may stay behind. A
-        peer without the job's key is refused at once."""
+    async def open(
+        host: str, ports: Sequence[int], key: bytes, hello: Hello, timeouts: Timeouts, within: float
+    ) -> CoordinatorLink:
+        """Connect and introduce this node. Tries again for `within` seconds: the coordinator may start a little later
+        than a supervisor. Not for long, because it may also be dead already, and then nothing of the node may stay
+        behind.
+
+        A peer without the job's key is refused at once if there is one port only. Of several (which both sides derive
+        from the key) some may belong to other programs of that host.
+        """
         decoder: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
-        deadline = asyncio.get_running_loop().time() + timeouts.failure_timeout / 2
-        while True:
+        deadline = asyncio.get_running_loop().time() + within
+        for attempt in itertools.count():
+            port = ports[attempt % len(ports)]
             try:
                 channel = await Channel.connect(host, port, key, decoder)
                 break
-            except HandshakeError:
-                raise
-            except OSError:
+            except OSError as e:
+                if isinstance(e, HandshakeError) and len(ports) == 1:
+                    raise
                 if asyncio.get_running_loop().time() > deadline:
                     raise
-                await asyncio.sleep(_RETRY_SECONDS)
+                if port == ports[-1]:
+                    await asyncio.sleep(_RETRY_SECONDS)
         channel.post(hello)
         return CoordinatorLink(channel, timeouts)
 

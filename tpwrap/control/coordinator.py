@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +21,7 @@ import msgspec
 from tpwrap.control import messages as m
 from tpwrap.control import wire
 from tpwrap.core import events, membership
+from tpwrap.core.arrangement import Site
 from tpwrap.core.job import Job
 from tpwrap.core.state import (
     Action,
@@ -97,9 +98,15 @@ class Coordinator:
             m.SupervisorMessage
         )
 
-    async def start(self, host: str) -> int:
-        """Listen for supervisors; returns the port."""
-        self._server = await wire.serve(host, 0, self._key, self._decoder, self._supervise)
+    async def start(self, host: str, ports: Sequence[int] = (0,)) -> int:
+        """Listen for supervisors on the first of `ports` that is free (0: any); returns the port."""
+        for port in ports:
+            try:
+                self._server = await wire.serve(host, port, self._key, self._decoder, self._supervise)
+                break
+            except OSError:
+                if port == ports[-1]:
+                    raise
         job = self._job
         self._emit(
             events.JobStarted(
@@ -114,8 +121,9 @@ class Coordinator:
                 faults=[str(fault) for fault in job.faults],
             )
         )
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        assert self._server is not None
+        listening: int = self._server.sockets[0].getsockname()[1]
+        return listening
 
     async def run(self) -> Verdict:
         """Until the job has ended, its workers have exited and its supervisors have left."""
@@ -167,7 +175,8 @@ class Coordinator:
             return
         node = hello.node
         self._channels[node] = channel
-        self._observe(Joined(node, hello.host, hello.pid, hello.slots, hello.sidecars))
+        site = Site(hello.block, hello.batch, hello.sick)
+        self._observe(Joined(node, hello.host, hello.pid, hello.slots, hello.sidecars, hello.name, site))
         while (message := await channel.receive()) is not None:
             self._observe(_understood(node, message))
         if self._channels.get(node) is channel:
@@ -255,7 +264,7 @@ class Coordinator:
         if verdict.exit_code == 0:
             await self._wait_until(lambda: not self._leaving, self._times.stop_grace)
         for channel in self._channels.values():
-            channel.post(m.Shutdown(verdict.reason))
+            channel.post(m.Shutdown(verdict.reason, verdict.exit_code))
         # A supervisor needs one grace of its own between SIGTERM and SIGKILL.
         await self._wait_until(lambda: not self._channels, 2 * self._times.stop_grace + 1)
 
@@ -289,5 +298,7 @@ def _understood(node: int, message: m.SupervisorMessage) -> Observation:
             return Said(node, slot, worker, said)
         case m.WorkerExited(_, worker, returncode, hung):
             return Exited(node, worker, returncode, hung)
+        case m.Leaving(signal):
+            return Stop(signal)
         case _:
             return Heard(node)

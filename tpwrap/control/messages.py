@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -265,6 +265,18 @@ class Hello(Message, frozen=True):
     slots: int
     sidecars: str
     """host:port of this node's sidecar server"""
+    name: str = ""
+    """as Slurm calls the node; "" outside Slurm"""
+    block: str = ""
+    batch: bool = False
+    sick: str = ""
+    """these three: see tpwrap.core.arrangement.Site"""
+
+
+class Leaving(Message, frozen=True):
+    """The supervisor was told by a signal that the job shall end (Slurm tells every process of a job at once)."""
+
+    signal: str
 
 
 class Heartbeat(Message, frozen=True):
@@ -299,10 +311,14 @@ class Kill(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End every worker and leave."""
+    """End every worker and leave.
+
+    exit_code: of the job, if it has ended; None: this node alone was given up.
+    """
 
     reason: str
+    exit_code: int | None = None
 
 
-SupervisorMessage: TypeAlias = Hello | Heartbeat | WorkerExited | FromWorker
+SupervisorMessage: TypeAlias = Hello | Leaving | Heartbeat | WorkerExited | FromWorker
 CoordinatorMessage: TypeAlias = ToWorker | Kill | Shutdown | Heartbeat

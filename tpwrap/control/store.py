@@ -24,8 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # Standard input closes when the parent dies, too; the signal covers a parent whose pipe was inherited.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C goes to the whole foreground group; the launcher decides when the store ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C goes to the whole foreground group, and Slurm signals every process of a job; the launcher decides when
+    # the store ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
     from torch._C._distributed_c10d import TCPStore  # slow to import: after the death signal is armed
 

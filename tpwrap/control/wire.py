@@ -217,7 +217,10 @@ class Channel(Generic[M]):
     @staticmethod
     async def connect(host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[M]) -> Channel[M]:
         """Connect and prove to each other that both hold `key`. HandshakeError (an OSError) if not."""
-        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), HANDSHAKE_SECONDS)
+        except asyncio.TimeoutError:
+            raise ConnectionError(f"no answer from {host}:{port}") from None
         try:
             return await asyncio.wait_for(_greet("client", key, reader, writer, decoder), HANDSHAKE_SECONDS)
         except (asyncio.TimeoutError, OSError) as error:

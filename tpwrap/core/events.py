@@ -36,7 +36,16 @@ class NodeJoined(_Base, frozen=True):
     pid: int
     """of the supervisor"""
     slots: int
-    spare: bool
+    name: str = ""
+    """as Slurm calls it; "" outside Slurm"""
+
+
+class Arranged(_Base, frozen=True):
+    """All nodes have joined or were given up: who trains, in the order of the ranks, and who waits."""
+
+    training: list[int]
+    spares: list[int]
+    reason: str
 
 
 class WorkerAssigned(_Base, frozen=True):
@@ -130,6 +139,7 @@ class JobEnded(_Base, frozen=True):
 Event: TypeAlias = (
     JobStarted
     | NodeJoined
+    | Arranged
     | WorkerAssigned
     | RankFailed
     | NodeDown

@@ -12,7 +12,7 @@ Unit = Literal["node", "rank"]
 
 @dataclass(frozen=True)
 class Job:
-    """Nodes 0..nodes-1 train at the start, nodes..nodes+spares-1 are spares."""
+    """`nodes` of the nodes train at the start, `spares` of them wait (`tpwrap.core.arrangement` says which)."""
 
     nodes: int
     nproc_per_node: int = 1
@@ -54,6 +54,3 @@ class Job:
     def sidecar_copies(self) -> int:
         """On how many other nodes a rank's sidecar is kept: as many as the nodes that may be lost."""
         return min(max(1, self.spares), self.total_nodes - 1)
-
-    def is_spare_at_start(self, node: int) -> bool:
-        return node >= self.nodes

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from tpwrap.control import messages as m
 from tpwrap.core import endings, events, placement, recovery
+from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
 from tpwrap.core.state import (
     Draft,
@@ -109,10 +110,15 @@ def transition(state: State, observation: Observation, now: float) -> Transition
 
 def _joined(d: Draft, seen: Joined) -> None:
     d.put_node(
-        seen.node, status=NodeStatus.UP, host=seen.host, slots=seen.slots, sidecars=seen.sidecars, heard=d.now
+        seen.node,
+        status=NodeStatus.UP,
+        host=seen.host,
+        slots=seen.slots,
+        sidecars=seen.sidecars,
+        heard=d.now,
+        site=seen.site,
     )
-    spare = d.state.job.is_spare_at_start(seen.node)
-    d.emit(events.NodeJoined(seen.node, seen.host, seen.pid, seen.slots, spare))
+    d.emit(events.NodeJoined(seen.node, seen.host, seen.pid, seen.slots, seen.name))
     _start_again(d)
 
 
@@ -121,9 +127,24 @@ def _start_again(d: Draft) -> None:
     if d.state.all_joined():
         if d.state.stage is Stage.STARTING:
             d.set(since=d.now)
+            _arrange(d)
             _assign_first(d)
         elif d.state.stage is Stage.RELEASING and not d.state.awaiting:
             recovery.decide(d)
+
+
+def _arrange(d: Draft) -> None:
+    """Everybody is there: who trains, who waits? Before any rank has been given out."""
+    if any(view.worker is not None for view in d.state.ranks.values()):
+        return
+    sites = {node: d.state.nodes[node].site for node in d.state.up_nodes()}
+    if len(sites) < d.state.job.nodes:
+        return  # the loss of the others is being dealt with
+    chosen = arrange(sites, d.state.job.nodes)
+    for rank, place in enumerate(placement.initial(d.state.job, chosen.training)):
+        d.put_rank(rank, place=place)
+    d.emit(events.Arranged(chosen.training, chosen.spares, chosen.reason))
+    d.say(chosen.reason)
 
 
 def _heard(d: Draft, node: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from tpwrap.core.arrangement import Site, closeness
 from tpwrap.core.job import Job, Unit
 
 Place: TypeAlias = tuple[int, int]
@@ -48,25 +49,31 @@ class Unplaceable:
     reason: str
 
 
-def initial(job: Job) -> list[Place]:
-    """Index = rank: node by node, slot by slot."""
-    return [divmod(rank, job.nproc_per_node) for rank in range(job.world_size)]
+def initial(job: Job, training: Sequence[int] | None = None) -> list[Place]:
+    """Index = rank: node by node (those in `training`; by default the first ones), slot by slot."""
+    nodes = range(job.nodes) if training is None else training
+    return [(node, slot) for node in nodes for slot in range(job.nproc_per_node)]
 
 
 def choose(
-    lost: Sequence[LostRank], free: Mapping[int, Sequence[int]], unit: Unit, spares_at_start: int
+    lost: Sequence[LostRank],
+    free: Mapping[int, Sequence[int]],
+    unit: Unit,
+    spares_at_start: int,
+    sites: Mapping[int, Site] | None = None,
 ) -> Placed | Unplaceable:
     """A slot for each lost rank. free: node -> its free slots (up, holding no rank).
 
     The worker alone failed: it comes back in its own slot and no spare is spent. Its node failed: all its
-    ranks move to one spare node, so that what belongs together stays together.
+    ranks move to one spare node, so that what belongs together stays together; to one close by if `sites` tell.
     """
+    sites = sites or {}
     left = {node: sorted(slots) for node, slots in free.items() if slots}
     places: dict[int, Place] = {}
     given_up: set[Place] = set()
     reasons: list[str] = []
     for group in _by_node([one for one in lost if one.kind == "node"]):
-        target = _whole_node(group, left) or (_scattered(group, left) if unit == "rank" else None)
+        target = _whole_node(group, left, sites) or (_scattered(group, left, sites) if unit == "rank" else None)
         if target is None:
             return Unplaceable(group[0].rank, False, _no_room(group, left, spares_at_start, unit))
         for one in group:
@@ -85,7 +92,7 @@ def choose(
         if one.kind == "process" and one.strikes >= STRIKES_FOR_END:
             times = f"rank {one.rank} failed {one.strikes} times at the same step, on two slots"
             return Unplaceable(one.rank, True, f"{times}: {one.cause}")
-        place = _any_slot(left)
+        place = _any_slot(one.place[0], left, sites)
         if place is None:
             return _no_second_slot(one, spares_at_start)
         _take(left, place)
@@ -119,8 +126,10 @@ def _by_node(lost: Sequence[LostRank]) -> list[list[LostRank]]:
     return [groups[node] for node in sorted(groups)]
 
 
-def _whole_node(group: Sequence[LostRank], left: Mapping[int, list[int]]) -> dict[int, Place] | None:
-    for node in sorted(left):
+def _whole_node(
+    group: Sequence[LostRank], left: Mapping[int, list[int]], sites: Mapping[int, Site]
+) -> dict[int, Place] | None:
+    for node in sorted(left, key=lambda node: closeness(sites, group[0].place[0], node)):
         slots = left[node]
         if len(slots) < len(group):
             continue
@@ -131,16 +140,21 @@ def _whole_node(group: Sequence[LostRank], left: Mapping[int, list[int]]) -> dic
     return None
 
 
-def _scattered(group: Sequence[LostRank], left: Mapping[int, list[int]]) -> dict[int, Place] | None:
-    slots = [(node, slot) for node in sorted(left) for slot in left[node]]
+def _scattered(
+    group: Sequence[LostRank], left: Mapping[int, list[int]], sites: Mapping[int, Site]
+) -> dict[int, Place] | None:
+    nodes = sorted(left, key=lambda node: closeness(sites, group[0].place[0], node))
+    slots = [(node, slot) for node in nodes for slot in left[node]]
     if len(slots) < len(group):
         return None
     return {one.rank: place for one, place in zip(group, slots, strict=False)}
 
 
-def _any_slot(left: Mapping[int, list[int]]) -> Place | None:
+def _any_slot(lost: int, left: Mapping[int, list[int]], sites: Mapping[int, Site]) -> Place | None:
     """From the node with the fewest free slots: whole nodes are kept for lost nodes."""
-    nodes = sorted((node for node in left if left[node]), key=lambda node: (len(left[node]), node))
+    nodes = sorted(
+        (node for node in left if left[node]), key=lambda node: (len(left[node]), closeness(sites, lost, node))
+    )
     return (nodes[0], left[nodes[0]][0]) if nodes else None
 
 

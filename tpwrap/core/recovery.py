@@ -125,7 +125,7 @@ def _place(d: Draft, step: int) -> bool:
         )
     if not lost:
         return True
-    choice = placement.choose(lost, d.state.free_slots(), d.state.job.unit, d.state.job.spares)
+    choice = placement.choose(lost, d.state.free_slots(), d.state.job.unit, d.state.job.spares, d.state.sites())
     if isinstance(choice, placement.Unplaceable):
         d.end(*endings.no_place(d.state, choice))
         return False

@@ -18,6 +18,7 @@ from tpwrap.control.messages import (
     WorkerMessage,
 )
 from tpwrap.core import events
+from tpwrap.core.arrangement import Site
 from tpwrap.core.job import Job
 from tpwrap.core.placement import LossKind, Place
 from tpwrap.core.timeouts import Timeouts
@@ -34,6 +35,8 @@ class Joined:
     pid: int
     slots: int
     sidecars: str
+    name: str = ""
+    site: Site = field(default_factory=Site)
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class Node:
     slots: int = 0
     sidecars: str = ""
     heard: float = 0.0
+    site: Site = field(default_factory=Site)
 
 
 @dataclass(frozen=True)
@@ -284,6 +288,10 @@ class State:
 
     def all_joined(self) -> bool:
         return all(node.status is not NodeStatus.EXPECTED for node in self.nodes.values())
+
+    def sites(self) -> dict[int, Site]:
+        """Of the nodes that are or were up."""
+        return {index: node.site for index, node in self.nodes.items()}
 
     def taken(self) -> set[Place]:
         return {rank.place for rank in self.ranks.values()}

@@ -23,48 +23,51 @@ class StartError(Exception):
 class Forge:
     """Made by `start`. It keeps the store alive: close it last."""
 
-    def __init__(self, pid: int, sock: socket.socket, store_input: int, store_output: int) -> None:
+    def __init__(self, pid: int, sock: socket.socket, store: tuple[int, int] | None) -> None:
         self.pid = pid
         self._sock = sock
-        self._store_input = store_input
-        self._store_output = store_output
+        self._store = store
+        """our ends of the pipes to the store's standard input and from its standard output"""
         self._store_reader: asyncio.StreamReader | None = None
         self._store_transport: asyncio.ReadTransport | None = None
 
     @staticmethod
-    def start(host: str, preload: bool, environment: Mapping[str, str]) -> Forge:
-        """Start the template. preload: whether it imports torch (workers are forked)."""
+    def start(store_host: str | None, preload: bool, environment: Mapping[str, str]) -> Forge:
+        """Start the template. store_host: where the store shall listen; None: another launcher has it.
+        preload: whether it imports torch (workers are forked)."""
         ours, theirs = socket.socketpair()
-        store_stdin, store_input = os.pipe()
-        store_output, store_stdout = os.pipe()
-        given = (theirs.fileno(), store_stdin, store_stdout)
+        given: list[int] = []
+        store: tuple[int, int] | None = None
+        if store_host is not None:
+            store_stdin, store_input = os.pipe()
+            store_output, store_stdout = os.pipe()
+            given, store = [store_stdin, store_stdout], (store_input, store_output)
         process = subprocess.Popen(
             module_command(
                 "tpwrap.launch.template",
                 str(theirs.fileno()),
                 str(os.getpid()),
                 "preload" if preload else "bare",
-                host,
-                str(store_stdin),
-                str(store_stdout),
+                *([] if store_host is None else [store_host, *map(str, given)]),
             ),
-            pass_fds=given,
+            pass_fds=[theirs.fileno(), *given],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
             # Threads do not survive a fork, so it runs with one; workers get what `environment` says.
             env={**environment, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
-        os.close(store_stdin)
-        os.close(store_stdout)
+        for fd in given:
+            os.close(fd)
         process.returncode = 0  # the launcher's Reaper waits for it
-        return Forge(process.pid, ours, store_input, store_output)
+        return Forge(process.pid, ours, store)
 
     async def store_port(self) -> int:
         """Wait until the store listens."""
         self._store_reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(self._store_reader)
-        pipe = os.fdopen(self._store_output, "rb", buffering=0)
+        assert self._store is not None
+        pipe = os.fdopen(self._store[1], "rb", buffering=0)
         self._store_transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
         word, _, port = (await self._store_reader.readline()).decode().partition(" ")
         if word != "PORT":
@@ -91,5 +94,6 @@ class Forge:
         """End the store."""
         if self._store_transport is not None:
             self._store_transport.close()
-        os.close(self._store_input)
+        if self._store is not None:
+            os.close(self._store[0])
         self._sock.close()

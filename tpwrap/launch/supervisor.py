@@ -29,6 +29,7 @@ from tpwrap.control.messages import (
     FromWorker,
     Hello,
     Kill,
+    Leaving,
     Resumed,
     SetupDone,
     Shutdown,
@@ -39,7 +40,7 @@ from tpwrap.control.messages import (
 )
 from tpwrap.control.sidecars import SidecarServer
 from tpwrap.core.timeouts import Timeouts
-from tpwrap.launch import processes, zygote
+from tpwrap.launch import processes, verdict, zygote
 from tpwrap.launch.interpreter import module_command
 from tpwrap.launch.logs import Labels, LogFiles, Relay, Writer
 from tpwrap.launch.node import NodeSpec
@@ -51,6 +52,10 @@ _FIRST_BACKOFF = 0.25
 _EXIT_AFTER_DISCONNECT = 1.0
 _READ_OUT = 1.0
 _WRITE_OUT = 5.0
+_MEANT_FOR_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNAL_SPREAD = 0.3
+"""so long after the first process of a job the last one may get the signal that Slurm sends to all of them"""
+COORDINATOR_LOST = 76
 SITE = Path(__file__).resolve().parent / "site"
 
 
@@ -81,6 +86,9 @@ class Supervisor:
         self.workers: dict[str, Worker] = {}
         """all whose process has not ended"""
         self.ending = ""
+        self.exit_code = 0
+        self._signals: set[int] = set()
+        """what Slurm, or somebody else, has sent to us"""
         self._ended = asyncio.Event()
         self._servers: list[asyncio.Server | SidecarServer] = []
         self._link: CoordinatorLink | None = None
@@ -100,10 +108,14 @@ class Supervisor:
         self._files = LogFiles(Path(self.spec.log_dir))
         self._reaper = Reaper()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self._end, f"the supervisor got {signal.Signals(number).name}")
+            loop.add_signal_handler(number, self._told_to_end, number)
+        if self.spec.slurm:
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                loop.add_signal_handler(number, self._signals.add, number)
         code = 0
         try:
             await self._serve()
+            code = self.exit_code
         except Exception as e:
             code = 1
             # Only the coordinator's end is worth no stack: the launcher tells that story.
@@ -128,12 +140,18 @@ class Supervisor:
             pid=os.getpid(),
             slots=self.spec.slots,
             sidecars=f"{self.spec.host}:{port}",
+            name=self.spec.name,
+            block=self.spec.block,
+            batch=self.spec.batch,
+            sick=self.spec.sick,
         )
         # Warming up needs no coordinator, so it begins at once.
         for slot in self.slots:
             self._fill(slot)
         self._servers += [server, sidecars]
-        self._link = await CoordinatorLink.open(*self.spec.coordinator, key, hello, self.timeouts)
+        self._link = await CoordinatorLink.open(
+            *self.spec.coordinator, key, hello, self.timeouts, self.spec.connect_within
+        )
         for message in self._outbox:
             self._link.post(message)
         self._background(self._obey(self._link))
@@ -150,9 +168,29 @@ class Supervisor:
                 if worker is not None:
                     worker.kill()
             elif isinstance(message, Shutdown):
+                if message.exit_code is not None:
+                    self._leave_verdict(message.exit_code)
                 self._end(message.reason)
                 return
+        self.exit_code = COORDINATOR_LOST
         self._end(f"the coordinator is lost ({link.why_lost})")
+
+    def _leave_verdict(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        if self.spec.verdict_file is not None:
+            verdict.leave(Path(self.spec.verdict_file), exit_code)
+
+    def _told_to_end(self, number: signal.Signals) -> None:
+        """By a signal. Under Slurm it goes to all processes of the job (scancel, the time limit): the job shall end,
+        and no node of it has failed."""
+        if not self.spec.slurm or self._link is None or self.ending:
+            self._end(f"the supervisor got {number.name}")
+        elif number not in self._signals:
+            self._signals.add(number)
+            self._link.post(Leaving(number.name))
+            asyncio.get_running_loop().call_later(
+                self.timeouts.stop_grace, self._end, f"the supervisor got {number.name}"
+            )
 
     def _end(self, reason: str) -> None:
         if not self.ending:
@@ -244,7 +282,8 @@ class Supervisor:
     async def _spawn(self, worker: Worker) -> None:
         """Have the zygote start the process of `worker`."""
         command = self.spec.command
-        request = zygote.SpawnRequest(command.argv, command.python, self._environment(worker))
+        cpus = self.spec.cpus[worker.slot] if self.spec.cpus else []
+        request = zygote.SpawnRequest(command.argv, command.python, self._environment(worker), cpus)
         loop = asyncio.get_running_loop()
         ends: list[int] = []
         try:
@@ -372,6 +411,10 @@ class Supervisor:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0)
+        if self.spec.slurm and -returncode in _MEANT_FOR_THE_JOB:
+            await asyncio.sleep(_SIGNAL_SPREAD)
+            if -returncode in self._signals and self._link is not None:
+                self._link.post(Leaving(signal.Signals(-returncode).name))
         self.workers.pop(worker.name, None)
         self._post(WorkerExited(worker.slot, worker.name, returncode, worker.hung))
         self._close_output(worker)

@@ -1,9 +1,9 @@
-"""Forks everything of a local run from one process that has imported torch, so that it is paid for once.
+"""Forks everything of one launcher from one process that has imported torch, so that it is paid for once.
 
-Started by the launcher as `template FD PARENT MODE HOST STDIN STDOUT`. It imports torch, forks the process
-that holds the rendezvous store (whose standard input and output are the descriptors STDIN and STDOUT), then
-reads one request on the socket FD, forks a supervisor a node, replies with their pids and ends. All of them
-then are children of the launcher, the nearest subreaper.
+Started by the launcher as `template FD PARENT MODE [HOST STDIN STDOUT]`. It imports torch, forks the process
+that holds the rendezvous store (on HOST; its standard input and output are the descriptors STDIN and STDOUT) if
+this launcher is to have it, then reads one request on the socket FD, forks a supervisor a node, replies with their
+pids and ends. All of them then are children of the launcher, the nearest subreaper.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ class TemplateReply(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: FD PARENT MODE HOST STDIN STDOUT. MODE: 'preload', or 'bare' where workers are executed."""
-    fd, parent, mode, host, *descriptors = arguments
+    """arguments: as above. MODE: 'preload', or 'bare' where workers are executed."""
+    fd, parent, mode, *store_arguments = arguments
     processes.die_with_parent(int(parent))
     sock = socket.socket(fileno=int(fd))
-    store_fds = [int(descriptor) for descriptor in descriptors]
     if mode == "preload":
         from tpwrap.engine import bootstrap
 
@@ -46,9 +45,12 @@ def main(arguments: Sequence[str]) -> int:
     # Objects that live from here on would be copied, page by page, by collections in every descendant.
     gc.collect()
     gc.freeze()
-    _fork(lambda: _become_store(sock, host, store_fds))
-    for store_fd in store_fds:
-        os.close(store_fd)
+    if store_arguments:
+        host, *descriptors = store_arguments
+        store_fds = [int(descriptor) for descriptor in descriptors]
+        _fork(lambda: _become_store(sock, host, store_fds))
+        for store_fd in store_fds:
+            os.close(store_fd)
     request = wire.receive_blocking(sock, msgspec.msgpack.Decoder(TemplateRequest))
     if request is None:
         return 1

@@ -28,11 +28,15 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class SpawnRequest(msgspec.Struct, frozen=True):
-    """Start a worker. python: arguments after `python` for a forked one; None: execute `argv`."""
+    """Start a worker. python: arguments after `python` for a forked one; None: execute `argv`.
+
+    cpus: the processors it may use; empty: those of the zygote.
+    """
 
     argv: list[str]
     python: list[str] | None
     env: dict[str, str]
+    cpus: list[int] = []
 
 
 class SpawnReply(msgspec.Struct, frozen=True):
@@ -80,7 +84,9 @@ def fork_zygote(name: str) -> tuple[int, socket.socket]:
 
 def serve(sock: socket.socket) -> int:
     """Fork workers on request until the other end closes. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and what Slurm sends to every process of a job: the supervisor decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     while True:
         go, fds, _, _ = socket.recv_fds(sock, len(_GO), 2)
         spawn = wire.receive_blocking(sock, _request_decoder) if go else None
@@ -169,6 +175,8 @@ def _become_worker(spawn: SpawnRequest, fds: list[int]) -> None:
         if fd > 2:
             os.close(fd)
     reset_signals()
+    if spawn.cpus:
+        os.sched_setaffinity(0, spawn.cpus)
     os.environ.clear()
     os.environ.update(spawn.env)
     processes.set_name(f"tp-{spawn.env.get('TORCHPASS_WORKER', 'worker')}")

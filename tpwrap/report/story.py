@@ -36,8 +36,10 @@ def full(event: events.Event) -> str:
     if isinstance(event, events.JobStarted):
         return shape(event.nodes, event.spares, event.nproc_per_node)
     if isinstance(event, events.NodeJoined):
-        spare = " as a spare" if event.spare else ""
-        return f"node {event.node} joined{spare} ({event.host}, pid {event.pid})"
+        name = f" {event.name}" if event.name else ""
+        return f"node {event.node}{name} joined ({event.host}, pid {event.pid})"
+    if isinstance(event, events.Arranged):
+        return f"training nodes: {_numbers(event.training)}; spares: {_numbers(event.spares)} ({event.reason})"
     if isinstance(event, events.WorkerAssigned):
         return f"rank {event.rank} is {event.worker} on node {event.node} (pid {event.pid})"
     if isinstance(event, events.FailoverStarted):
@@ -73,6 +75,10 @@ def finished(event: events.FailoverFinished) -> str:
     resumed = f"training resumed{_at(event.step)} after {event.seconds:.2f} s"
     stages = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in event.stages.items())
     return f"{moved or 'the same ranks go on'}; {resumed}" + (f" ({stages})" if stages else "")
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
 
 
 def ranks(numbers: Sequence[int]) -> str:
