@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpwrap.engine import transfer
+from tpwrap.engine import _native, transfer
 from tpwrap.engine.gate import CommitGate
-from tpwrap.engine.state import ReplicaState, StateError
+from tpwrap.engine.state import ReplicaState, StateError, combined
 from tpwrap.engine.transfer import Offer, StateServer, stripe
 
 KEY = b"k" * 32
@@ -56,12 +56,41 @@ def test_a_newcomer_trains_on_as_its_replica(
     inventory, moved = transfer.restore(
         newcomer, [s.address for s in servers], KEY, 3, 5, 5.0, lambda: False
     )
-    assert newcomer.digest(inventory.scalars) == replica.digest(replica.scalars())
+    assert inventory.digests == newcomer.digests() == replica.digests()
+    assert inventory.scalars == newcomer.scalars() == replica.scalars()
     assert moved > 48_000
     for state in (replica, newcomer):
         train(state, 5)
     assert newcomer.digests() == replica.digests()
     assert newcomer.scalars() == replica.scalars()
+
+
+def test_a_source_hashes_its_state_once_and_a_newcomer_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many newcomers ask, and the source's own report included."""
+    replica, newcomers = make("sgd", 1), [make("sgd", seed) for seed in (2, 3)]
+    server = StateServer("127.0.0.1", KEY)
+    offer = server.offer = Offer(0, 0, replica, replica.scalars())
+    hashed: list[int] = []
+    digests = _native.digests
+    monkeypatch.setattr(_native, "digests", lambda tensors: hashed.append(tensors[0].data_ptr()) or digests(tensors))
+    reports = []
+    for newcomer in newcomers:
+        inventory, _ = transfer.restore(newcomer, [server.address], KEY, 0, 0, 5.0, lambda: False)
+        reports.append(combined(inventory.digests, inventory.scalars))
+    reports.append(combined(offer.digests(), offer.scalars))
+    assert len(set(reports)) == 1
+    first_tensor = {state: next(iter(state.tensors().values())).data_ptr() for state in (replica, *newcomers)}
+    assert [hashed.count(first_tensor[state]) for state in (replica, *newcomers)] == [1, 2, 2]
+
+
+def test_a_source_that_changes_after_it_has_told_its_digests_is_refused() -> None:
+    replica, newcomer = make("sgd", 1), make("sgd", 2)
+    server = StateServer("127.0.0.1", KEY)
+    offer = server.offer = Offer(0, 0, replica, replica.scalars())
+    offer.digests()
+    next(iter(replica.tensors().values())).view(-1)[7] += 1
+    with pytest.raises(StateError, match="another digest"):
+        transfer.restore(newcomer, [server.address], KEY, 0, 0, 5.0, lambda: False)
 
 
 def test_equal_tensors_are_not_moved() -> None:

@@ -9,7 +9,7 @@ from tpwrap.control.messages import Plan, Ready, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp, sidecar, transfer
 from tpwrap.engine.communicators import Aborted
-from tpwrap.engine.state import StateError
+from tpwrap.engine.state import StateError, combined
 
 if TYPE_CHECKING:
     from tpwrap.engine.runtime import Runtime
@@ -92,7 +92,10 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], 
     runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank])
     runtime.publisher.wait(runtime.timeouts.release)
     runtime.injector.at("recovery", plan.step, "verify")
-    digest = steps.state.digest(inventory.scalars)
+    # The digests with which `restore` ended are still those of our state: this thread is the only one that works on it,
+    # and since then it has built communicators, whose probes run on tensors of their own; the script's collectives have
+    # all been answered offline, so no operation is left that could write.
+    digest = combined(inventory.digests, inventory.scalars)
     clock.lap("verify")
     runtime.send(
         Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps})

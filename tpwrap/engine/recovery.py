@@ -18,6 +18,7 @@ from tpwrap.control.messages import Plan, Ready, Release, Released, Resume, Resu
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp
 from tpwrap.engine.communicators import Aborted
+from tpwrap.engine.state import combined
 from tpwrap.engine.transfer import Offer
 
 if TYPE_CHECKING:
@@ -95,9 +96,9 @@ class Recovery:
             return  # the newcomer runs its script live from the start and builds the groups as it comes to them
         digest = ""
         if steps is not None and steps.step == plan.step:
-            scalars = steps.scalars[plan.step]
-            runtime.state_server.offer = Offer(plan.generation, plan.step, steps.state, scalars)
-            digest = steps.state.digest(scalars)
+            offer = Offer(plan.generation, plan.step, steps.state, steps.scalars[plan.step])
+            runtime.state_server.offer = offer
+            digest = combined(offer.digests(), offer.scalars)
         began = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "rebuild")
         at_setup = runtime.communicators.all[: runtime.groups_at_setup]

@@ -124,13 +124,6 @@ class ReplicaState:
         """(name, dtype, shape) of every tensor."""
         return [(n, encoding.dtype_name(t.dtype), list(t.shape)) for n, t in self.tensors().items()]
 
-    def digest(self, scalars: bytes) -> str:
-        """One digest over all tensors and `scalars`: equal on all replicas at the same step."""
-        total = hashlib.sha256(scalars)
-        for name, digest in self.digests().items():
-            total.update(f"{name}={digest}\n".encode())
-        return total.hexdigest()[:32]
-
     def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [
             (f"{g}.{p}", parameter)
@@ -140,6 +133,14 @@ class ReplicaState:
 
     def _capturable(self) -> bool:
         return any(bool(group.get("capturable")) for group in self.optimizer.param_groups)
+
+
+def combined(digests: dict[str, str], scalars: bytes) -> str:
+    """One digest over all tensors (`ReplicaState.digests`) and scalars: equal on all replicas at the same step."""
+    total = hashlib.sha256(scalars)
+    for name, digest in digests.items():
+        total.update(f"{name}={digest}\n".encode())
+    return total.hexdigest()[:32]
 
 
 def _plain(value: Any) -> bool:

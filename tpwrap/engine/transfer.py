@@ -15,7 +15,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -43,14 +42,26 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     want: list[tuple[str, int, int]] | None
 
 
-@dataclass(frozen=True)
 class Offer:
     """What this worker may serve now."""
 
-    generation: int
-    step: int
-    state: ReplicaState
-    scalars: bytes
+    def __init__(self, generation: int, step: int, state: ReplicaState, scalars: bytes) -> None:
+        self.generation = generation
+        self.step = step
+        self.state = state
+        self.scalars = scalars
+        self._digesting = threading.Lock()
+        self._digests: dict[str, str] | None = None
+
+    def digests(self) -> dict[str, str]:
+        """Digests of `state`, taken once for every newcomer that asks and for this rank's own report. Nothing writes to
+        the state as long as the offer stands: the commit gate was closed, and any running update was over, before the
+        plan came, and the gate opens only after all have reported. If something else did write (the script's own code
+        after optimizer.step()), the newcomer would receive other bytes than these digests promise, and refuse them."""
+        with self._digesting:
+            if self._digests is None:
+                self._digests = self.state.digests()
+            return self._digests
 
 
 _request = msgspec.msgpack.Decoder(Request)
@@ -93,7 +104,7 @@ class StateServer:
                     return  # the newcomer sees a closed connection and waits for its next plan
                 if request.want is None:
                     body = msgspec.msgpack.encode(
-                        Inventory(offer.state.manifest(), offer.state.digests(), offer.scalars)
+                        Inventory(offer.state.manifest(), offer.digests(), offer.scalars)
                     )
                     connection.sendall(struct.pack("<I", len(body)) + body)
                 else:
@@ -111,7 +122,8 @@ def restore(
     timeout: float,
     aborted: Callable[[], bool],
 ) -> tuple[Inventory, int]:
-    """Make `state` equal to what the sources hold at `step`; returns their inventory and the bytes moved.
+    """Make `state` equal to what the sources hold at `step`; returns their inventory, whose digests are then those of
+    `state` itself, and the bytes moved.
 
     Raises OSError (a source is gone: wait for the next plan) or StateError (the script built another model here).
     """
