@@ -52,7 +52,7 @@ def test_a_newcomer_trains_on_as_its_replica(
     train(replica, 5)
     servers = [StateServer("127.0.0.1", KEY) for _ in range(sources)]
     for server in servers:
-        server.offer = Offer(3, 5, replica, replica.scalars())
+        server.offer(Offer(3, 5, replica, replica.scalars()))
     inventory, moved = transfer.restore(
         newcomer, [s.address for s in servers], KEY, 3, 5, 5.0, lambda: False
     )
@@ -69,7 +69,8 @@ def test_a_source_hashes_its_state_once_and_a_newcomer_before_and_after(monkeypa
     """However many newcomers ask, and the source's own report included."""
     replica, newcomers = make("sgd", 1), [make("sgd", seed) for seed in (2, 3)]
     server = StateServer("127.0.0.1", KEY)
-    offer = server.offer = Offer(0, 0, replica, replica.scalars())
+    offer = Offer(0, 0, replica, replica.scalars())
+    server.offer(offer)
     hashed: list[int] = []
     digests = _native.digests
     monkeypatch.setattr(_native, "digests", lambda tensors: hashed.append(tensors[0].data_ptr()) or digests(tensors))
@@ -86,7 +87,8 @@ def test_a_source_hashes_its_state_once_and_a_newcomer_before_and_after(monkeypa
 def test_a_source_that_changes_after_it_has_told_its_digests_is_refused() -> None:
     replica, newcomer = make("sgd", 1), make("sgd", 2)
     server = StateServer("127.0.0.1", KEY)
-    offer = server.offer = Offer(0, 0, replica, replica.scalars())
+    offer = Offer(0, 0, replica, replica.scalars())
+    server.offer(offer)
     offer.digests()
     next(iter(replica.tensors().values())).view(-1)[7] += 1
     with pytest.raises(StateError, match="another digest"):
@@ -96,19 +98,42 @@ def test_a_source_that_changes_after_it_has_told_its_digests_is_refused() -> Non
 def test_equal_tensors_are_not_moved() -> None:
     replica, newcomer = make("sgd", 1), make("sgd", 1)
     server = StateServer("127.0.0.1", KEY)
-    server.offer = Offer(0, 0, replica, replica.scalars())
+    server.offer(Offer(0, 0, replica, replica.scalars()))
     assert transfer.restore(newcomer, [server.address], KEY, 0, 0, 5.0, lambda: False)[1] == 0
 
 
 def test_a_source_answers_only_for_its_generation_and_step() -> None:
     replica = make("sgd", 1)
     server = StateServer("127.0.0.1", KEY)
-    server.offer = Offer(4, 7, replica, replica.scalars())
+    server.offer(Offer(4, 7, replica, replica.scalars()))
     for generation, step in ((3, 7), (4, 8)):
         with pytest.raises(ConnectionError):
             transfer.restore(make("sgd", 2), [server.address], KEY, generation, step, 5.0, lambda: False)
     with pytest.raises(ConnectionError):
         transfer.restore(make("sgd", 2), [server.address], b"wrong", 4, 7, 5.0, lambda: False)
+
+
+def test_a_request_that_comes_before_its_plan_waits_for_the_offer() -> None:
+    """A newcomer from a recovery that was hit is quick to ask; a source may still be connecting its new buddies."""
+    replica, newcomer = make("sgd", 1), make("sgd", 2)
+    server = StateServer("127.0.0.1", KEY)
+    server.withdraw(3)
+    asking = threading.Thread(
+        target=lambda: transfer.restore(newcomer, [server.address], KEY, 3, 7, 10.0, lambda: False)
+    )
+    asking.start()
+    asking.join(0.2)
+    assert asking.is_alive()
+    server.offer(Offer(3, 7, replica, replica.scalars()))
+    asking.join(10.0)
+    assert newcomer.digests() == replica.digests()
+
+
+def test_a_waiting_request_is_refused_as_soon_as_its_generation_is_given_up() -> None:
+    server = StateServer("127.0.0.1", KEY)
+    threading.Timer(0.2, server.withdraw, [4]).start()
+    with pytest.raises(ConnectionError):
+        transfer.restore(make("sgd", 2), [server.address], KEY, 3, 7, 10.0, lambda: False)
 
 
 def test_another_model_is_refused_by_name() -> None:

@@ -97,7 +97,7 @@ class Recovery:
         digest = ""
         if steps is not None and steps.step == plan.step:
             offer = Offer(plan.generation, plan.step, steps.state, steps.scalars[plan.step])
-            runtime.state_server.offer = offer
+            runtime.state_server.offer(offer)
             digest = combined(offer.digests(), offer.scalars)
         began = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "rebuild")
@@ -125,7 +125,7 @@ class Recovery:
             return
         began = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "resume")
-        runtime.state_server.offer = None
+        runtime.state_server.withdraw(message.generation + 1)
         runtime.journal.replay(plan.step)
         runtime.gate.open()
         if plan.step == SETUP_STEP:

@@ -181,6 +181,7 @@ class Runtime:
             return
         self.gate.close()
         self.journal.suspend()
+        self.state_server.withdraw(message.generation)
         with self._changed:
             self.generation = message.generation
             self._plan = None

@@ -24,6 +24,8 @@ from tpwrap.engine.state import ReplicaState, StateError
 
 PIECE = 4 << 20
 """bytes; what one source serves in one go"""
+_PATIENCE = 60.0
+"""seconds that a request waits for its offer; the newcomer itself gives up earlier"""
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -73,14 +75,42 @@ def _token(key: bytes, challenge: bytes) -> bytes:
 
 
 class StateServer:
-    """Serves `offer`. host: address to listen on; key: the job's key."""
+    """Serves what this worker offers. host: address to listen on; key: the job's key.
+
+    A request may come before the plan that it follows from has reached this worker, or while the plan's buddies are
+    being connected: it waits for the offer. Requests of a generation that was given up, or is over, are refused.
+    """
 
     def __init__(self, host: str, key: bytes) -> None:
         self._key = key
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        self.offer: Offer | None = None
+        self._changed = threading.Condition()
+        self._offer: Offer | None = None
+        self._oldest = 0
         threading.Thread(target=self._accept, name="torchpass-state", daemon=True).start()
+
+    def offer(self, offer: Offer) -> None:
+        with self._changed:
+            if offer.generation >= self._oldest:
+                self._offer = offer
+                self._changed.notify_all()
+
+    def withdraw(self, before: int) -> None:
+        """Generations smaller than `before` are served no more."""
+        with self._changed:
+            self._offer = None
+            self._oldest = before
+            self._changed.notify_all()
+
+    def _offered(self, generation: int, step: int) -> Offer | None:
+        def known() -> bool:
+            return generation < self._oldest or (self._offer is not None and self._offer.generation >= generation)
+
+        with self._changed:
+            self._changed.wait_for(known, _PATIENCE)
+            offer = self._offer
+        return offer if offer is not None and (offer.generation, offer.step) == (generation, step) else None
 
     def _accept(self) -> None:
         while True:
@@ -99,8 +129,8 @@ class StateServer:
             while True:
                 (size,) = struct.unpack("<I", receive_exactly(connection, 4))
                 request = _request.decode(receive_exactly(connection, size))
-                offer = self.offer
-                if offer is None or (offer.generation, offer.step) != (request.generation, request.step):
+                offer = self._offered(request.generation, request.step)
+                if offer is None:
                     return  # the newcomer sees a closed connection and waits for its next plan
                 if request.want is None:
                     body = msgspec.msgpack.encode(
