@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,14 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.cluster import config, install
+from tests.cluster import config, install, project
 from tests.cluster.install import BedUnavailable
 
 T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
-USERS = {"alice": 2001, "bob": 2002}
+USERS = {"root": 0, "alice": 2001, "bob": 2002}
+ORDINARY = {name: uid for name, uid in USERS.items() if uid}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED")
 ENDED += ("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
@@ -78,24 +79,37 @@ class Bed:
         self._expose = [str(path) for path in expose]
         self._keeper: subprocess.Popen[str] | None = None
         self._world = 0
-        self._scripts_written = itertools.count(1)
         self.dir = Path()
 
     # --- life -------------------------------------------------------------------------------------
 
-    def start(self, *, lifeline: bool = True) -> None:
-        """Boot everything and wait until all nodes are idle."""
+    def start(self, folder: Path | None = None, *, lifeline: bool = True) -> None:
+        """Boot everything and wait until all nodes are idle. Without `lifeline` the bed outlives this process."""
         base = install.root(self.version)
-        self.dir = Path(tempfile.mkdtemp(prefix="torchpass-bed-"))
-        self.dir.chmod(0o755)
+        exposed = [*project.paths(), *self._expose]
+        project.check(exposed)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="torchpass-bed-"))
+        else:
+            folder.mkdir()
+        folder.chmod(0o755)
+        self.dir = folder
         try:
             self._write_files()
-            self._start_world(base, lifeline)
+            self._start_world(base, exposed, lifeline)
             self._ask("begin")
             self.wait(self._all_idle, "all nodes are idle", 30)
         except BaseException:
             self.stop()
             raise
+
+    @classmethod
+    def attach(cls, folder: Path) -> "Bed":
+        """A handle on a bed that another process started."""
+        about = json.loads((folder / "bed.json").read_text())
+        bed = cls(**about["options"])
+        bed.dir, bed._world = folder, about["world"]
+        return bed
 
     def stop(self) -> None:
         """End everything; returns when nothing of it is left."""
@@ -103,6 +117,13 @@ class Bed:
             self._keeper.terminate()
             self._keeper.communicate()
             self._keeper = None
+        elif self._world:
+            self._ask("end")
+            while self.dir.exists():
+                time.sleep(0.01)
+        else:
+            shutil.rmtree(self.dir, ignore_errors=True)
+        self._world = 0
 
     def __enter__(self) -> "Bed":
         self.start()
@@ -118,7 +139,7 @@ class Bed:
         self.share.chmod(0o1777)
         for node in self.nodes:
             (self.dir / "spool" / node).mkdir(parents=True)
-        for user, uid in USERS.items():
+        for user, uid in ORDINARY.items():
             (self.dir / "home" / user).mkdir(mode=0o700)
             os.chown(self.dir / "home" / user, uid, uid)
         for number in range(self.gpus):
@@ -140,6 +161,8 @@ class Bed:
         count = len(self.nodes)
         self._etc("gres.conf", config.gres_conf(folder, nodes=count, gpus=self.gpus))
         self._etc("cgroup.conf", config.cgroup_conf(self.version))
+        if self.dbd:
+            self._etc("slurmdbd.conf", config.slurmdbd_conf(folder)).chmod(0o600)
         self._etc(
             "slurm.conf",
             config.slurm_conf(
@@ -161,13 +184,13 @@ class Bed:
         path.write_text(text)
         return path
 
-    def _start_world(self, base: str, lifeline: bool) -> None:
+    def _start_world(self, base: str, exposed: list[str], lifeline: bool) -> None:
         spec = {
             "dir": str(self.dir),
             "base": base,
             "nodes": len(self.nodes),
-            "exposed": [str(self.dir), str(REPOSITORY), sys.prefix, sys.base_prefix, *self._expose],
-            "users": USERS,
+            "exposed": [str(self.dir), *exposed],
+            "users": ORDINARY,
             "dbd": self.dbd,
             "lifeline": lifeline,
         }
@@ -186,6 +209,8 @@ class Bed:
         if answer["problem"] is not None:
             raise BedUnavailable(f"no bed is possible here: {answer['problem']}")
         self._world = answer["pid"]
+        options = {"nodes": len(self.nodes), "gpus": self.gpus, "version": self.version, "dbd": self.dbd}
+        (self.dir / "bed.json").write_text(json.dumps({"world": self._world, "options": options}))
 
     def _ask(self, verb: str, *arguments: object) -> Any:
         with socket.socket(socket.AF_UNIX) as line:
@@ -211,7 +236,9 @@ class Bed:
         """What to run on the host so that `argv` runs in the bed."""
         inside = self._ask("pid", node) if node else 0
         enter = [sys.executable, "-S", "-E", str(HERE / "enter.py"), str(self._world), str(inside), f"{self.dir}/root"]
-        uid = 0 if user == "root" else USERS[user]
+        uid = USERS.get(user)
+        if uid is None:
+            raise BedError(f"no user {user}; there are {', '.join(USERS)}")
         return [*enter, str(uid), str(cwd or self.share), *map(str, argv)]
 
     def environment(self, user: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -267,9 +294,10 @@ class Bed:
         """Submit a batch script, given as text; its job id."""
         if not script.startswith("#!"):
             script = f"#!/bin/bash\n{script}"
-        path = self.share / f"job-script-{next(self._scripts_written)}.sh"
-        path.write_text(script)
-        os.chown(path, USERS.get(user, 0), USERS.get(user, 0))
+        handle, path = tempfile.mkstemp(prefix="job-", suffix=".sh", dir=self.share)
+        with open(handle, "w") as file:
+            file.write(script)
+        os.chown(path, USERS[user], USERS[user])
         done = self.run(["sbatch", "--parsable", *options, path], user, cwd=cwd, env=env)
         return int(done.stdout.split(";")[0])
 
@@ -353,12 +381,12 @@ class Bed:
         self._ask("start_slurmctld")
 
 
-FREE_TEXT = re.compile(r" *(Comment|AdminComment|SystemComment|Extra|Reason|Command|WorkDir|Std\w+|OS)=(.*)")
+FREE_TEXT = re.compile(r" *(Comment|AdminComment|SystemComment|Extra|Reason|Command|SubmitLine|WorkDir|Std\w+|OS)=(.*)")
 FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z_/:]*)=")
 
 
 def fields(text: str) -> dict[str, str]:
-    """The fields of `scontrol show` in its long form, where every free text has a line of its own (`-o` is ambiguous)."""
+    """The fields of `scontrol show`, from its long form: there, every free text has a line of its own."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         if free := FREE_TEXT.fullmatch(line):

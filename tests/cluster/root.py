@@ -1,12 +1,17 @@
 """The file system that the daemons and users of a bed see: an overlay of a Slurm version's root, never written through.
 
 Everything here runs in a mount namespace of the bed. The calling process keeps the host's view; the bed's view lies
-at `root`, into which daemons and commands chroot.
+at `root`, into which daemons and commands chroot. As a script it runs one command there: BASE MOUNTPOINT EXPOSED CWD
+COMMAND...
 """
 
+import json
 import os
 import stat
+import sys
+from typing import NoReturn
 
+import linux
 from linux import MS_BIND, MS_PRIVATE, MS_REC, mount
 
 PRIVATE = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777}  # every node has its own
@@ -56,8 +61,26 @@ def expose(root: str, path: str) -> None:
 def bind(source: str, target: str) -> None:
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
-    elif not os.path.exists(target):
+    else:
+        if os.path.islink(target):
+            os.unlink(target)  # a mount would land where it points to, on the host
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, "x"):
-            pass
+        open(target, "a").close()
     mount(source, target, flags=MS_BIND | MS_REC)
+
+
+def run(base: str, mountpoint: str, exposed: list[str], cwd: str, argv: list[str]) -> NoReturn:
+    """Become a command in `base`, without a bed."""
+    linux.unshare(linux.NEWNS)
+    make_private()
+    build(mountpoint, base)
+    for path in sorted(exposed):
+        expose(mountpoint, path)
+    os.chroot(mountpoint)
+    os.chdir(cwd)
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    _, base, mountpoint, exposed, cwd, *argv = sys.argv
+    run(base, mountpoint, json.loads(exposed), cwd, argv)

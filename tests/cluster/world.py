@@ -53,6 +53,9 @@ def address(number: int) -> str:
     return f"10.77.0.{10 + number}"
 
 
+OPEN, SHUT = (f"type bridge_slave state {state}" for state in (3, 4))  # forwarding; blocking: every frame is dropped
+
+
 def ip(*commands: str, force: bool = False) -> None:
     """Run `ip` commands in this process's network namespace."""
     argv = ["ip", "-force", "-batch", "-"] if force else ["ip", "-batch", "-"]
@@ -61,20 +64,17 @@ def ip(*commands: str, force: bool = False) -> None:
         raise RuntimeError(f"ip: {done.stderr.strip()} in: {'; '.join(commands)}")
 
 
-def until(what: str, condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise RuntimeError(f"{what}: not within {seconds} s")
-        time.sleep(0.005)
-
-
 def listening(port: int) -> bool:
     try:
         socket.create_connection((CONTROLLER, port), timeout=1).close()
     except OSError:
         return False
     return True
+
+
+def accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as line:
+        return line.connect_ex(path) == 0
 
 
 def start(argv: list[str], new_root: str, log: str, user: tuple[int, int] | None = None) -> int:
@@ -172,6 +172,7 @@ class World:
         self.root = f"{spec.dir}/root"
         self.nodes = {f"n{number}": Node(number) for number in range(1, spec.nodes + 1)}
         self.daemons: dict[str, int] = {}
+        self.ended = False
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -219,36 +220,59 @@ class World:
 
     def begin(self) -> None:
         """Daemons and nodes, until the controller hears all of them."""
-        spec = self.spec
-        munge = self._id("munge")
-        for path, owner in (
-            ("run", munge),
-            ("etc/munge.key", munge),
-            ("state", self._id("slurm")),
-            ("log", self._id("slurm")),
-        ):
-            os.chown(f"{spec.dir}/{path}", *owner)
-        self.daemons["munged"] = start(
-            [
-                "munged",
-                "--foreground",
-                f"--key-file={spec.dir}/etc/munge.key",
-                "--socket=/run/munge/munge.socket.2",
-                "--pid-file=/run/munge/pid",
-                "--seed-file=/run/munge/seed",
-            ],
-            self.root,
-            f"{spec.dir}/log/munged.out",
-            munge,
-        )
-        until("munged", lambda: os.path.exists(f"{spec.dir}/run/munge.socket.2"))
-        self.start_slurmctld(first=True)
+        folder = self.spec.dir
+        for name, user in (("run", "munge"), ("etc/munge.key", "munge"), ("state", "slurm"), ("log", "slurm")):
+            os.chown(f"{folder}/{name}", *self._id(user))
+        munged = ["munged", "--foreground", f"--key-file={folder}/etc/munge.key", "--socket=/run/munge/munge.socket.2"]
+        self._start([*munged, "--pid-file=/run/munge/pid", "--seed-file=/run/munge/seed"], "munge")
         for node in self.nodes.values():
             self._create(node)
+        self._until("munged listens", lambda: accepts(f"{folder}/run/munge.socket.2"), "munged")
+        if self.spec.dbd:
+            self._start_database()
+        self._start(["slurmctld", "-D", "-c"])
         self._connect(*self.nodes.values())
         self._await_slurmctld()
         for node in self.nodes.values():
             node.tell("start")
+
+    def _start(self, argv: list[str], user: str | None = None) -> None:
+        log = f"{self.spec.dir}/log/{argv[0]}.out"
+        self.daemons[argv[0]] = start(argv, self.root, log, self._id(user) if user else None)
+
+    def _start_database(self) -> None:
+        """MariaDB, slurmdbd, and accounts for the users."""
+        folder, data, run = self.spec.dir, f"{self.spec.dir}/db", f"{self.root}/run/mysqld"
+        for path in (data, run):
+            os.mkdir(path)
+            os.chown(path, *self._id("mysql"))
+        os.chown(f"{folder}/etc/slurm/slurmdbd.conf", *self._id("slurm"))
+        self._command("mariadb-install-db", "--user=mysql", f"--datadir={data}", "--skip-test-db")
+        mariadbd = [
+            "mariadbd",
+            "--no-defaults",
+            "--user=mysql",
+            f"--datadir={data}",
+            "--socket=/run/mysqld/mysqld.sock",
+        ]
+        small = ["--skip-networking", "--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0"]
+        self._start([*mariadbd, *small])
+        self._until("MariaDB listens", lambda: accepts(f"{run}/mysqld.sock"), "mariadbd")
+        owner = "'slurm'@'localhost' identified by 'slurm'"
+        grant = f"create database slurm_acct_db; grant all on slurm_acct_db.* to {owner}"
+        self._command("mariadb", "--no-defaults", "--socket=/run/mysqld/mysqld.sock", "-e", grant)
+        self._start(["slurmdbd", "-D"])
+        self._until("slurmdbd listens", lambda: listening(SLURMDBD_PORT), "slurmdbd")
+        self._command("sacctmgr", "-i", "add", "cluster", "tp")
+        self._command("sacctmgr", "-i", "add", "account", "lab")
+        self._command("sacctmgr", "-i", "add", "user", ",".join(self.spec.users), "account=lab")
+
+    def _command(self, *argv: str) -> None:
+        """Run a command on the controller's host to its end."""
+        log = f"{self.spec.dir}/log/{argv[0]}.out"
+        _, status = os.waitpid(start(list(argv), self.root, log), 0)
+        if status != 0:
+            raise RuntimeError(f"{argv[0]} failed, see its log")
 
     def _create(self, node: Node) -> None:
         ours, theirs = socket.socketpair()
@@ -312,13 +336,9 @@ class World:
     def kill(self, name: str) -> None:
         """Power loss: nobody hears a word from the node."""
         node = self._node(name)
-        ip(f"link set {node.port} nomaster")  # else the kernel would close its connections politely
+        ip(f"link set {node.port} {SHUT}")  # else its kernel would close its connections politely
         os.kill(node.pid, signal.SIGKILL)
-        os.waitpid(node.pid, 0)
-        assert node.line is not None
-        node.line.close()
-        node.line, node.pid = None, 0
-        ip(f"link del {node.port}", force=True)  # it may have gone with the node
+        self._until(f"{name} is dead", lambda: not node.pid)
 
     def boot(self, name: str) -> None:
         node = self._node(name, alive=False)
@@ -357,7 +377,7 @@ class World:
                     pass
             return not pids
 
-        until(f"{name} frozen", stopped)
+        self._until(f"{name} is frozen", stopped)
 
     def thaw(self, name: str) -> None:
         node = self._node(name)
@@ -371,10 +391,11 @@ class World:
     def cut(self, name: str, carrier: bool) -> None:
         """Packets vanish; with `carrier` the node also sees its cable pulled out."""
         node = self._node(name)
-        ip(f"link set {node.port} down" if carrier else f"link set {node.port} nomaster")
+        ip(f"link set {node.port} down" if carrier else f"link set {node.port} {SHUT}")
 
     def heal(self, name: str) -> None:
-        ip(f"link set {self._node(name).port} master br0 up")
+        port = self._node(name).port
+        ip(f"link set {port} up", f"link set {port} {OPEN}")
 
     def kill_slurmd(self, name: str) -> None:
         self._awake(name).tell("kill")
@@ -389,22 +410,17 @@ class World:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    def start_slurmctld(self, first: bool = False) -> None:
+    def start_slurmctld(self) -> None:
         if "slurmctld" in self.daemons:
             raise Refused("slurmctld runs already")
-        argv = ["slurmctld", "-D", "-c"] if first else ["slurmctld", "-D"]
-        self.daemons["slurmctld"] = start(argv, self.root, f"{self.spec.dir}/log/slurmctld.out")
-        if not first:
-            self._await_slurmctld()
+        self._start(["slurmctld", "-D"])
+        self._await_slurmctld()
 
     def _await_slurmctld(self) -> None:
-        def up() -> bool:
-            self.reap()
-            if "slurmctld" not in self.daemons:
-                raise RuntimeError("slurmctld ended at once: see its log")
-            return listening(SLURMCTLD_PORT)
+        self._until("slurmctld listens", lambda: listening(SLURMCTLD_PORT), "slurmctld")
 
-        until("slurmctld", up)
+    def end(self) -> None:
+        self.ended = True
 
     def pid(self, name: str) -> int:
         """The pid 1 of a node in the world's PID namespace."""
@@ -413,26 +429,39 @@ class World:
     # --- life ---------------------------------------------------------------------------------------
 
     def reap(self) -> None:
-        ours = {pid: name for name, pid in self.daemons.items()}
-        nodes = {node.pid for node in self.nodes.values()}
+        """Take note of what has ended."""
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None or ended.si_pid in nodes:
+            if pid == 0:
                 return
-            os.waitpid(ended.si_pid, 0)
-            if ended.si_pid in ours:
-                del self.daemons[ours[ended.si_pid]]
+            self.daemons = {name: daemon for name, daemon in self.daemons.items() if daemon != pid}
+            for node in self.nodes.values():
+                if node.pid == pid and node.line is not None:
+                    node.line.close()
+                    node.line, node.pid, node.stopped = None, 0, set()
+                    ip(f"link del {node.port}", force=True)  # it may have gone with the node
 
-    def serve(self, listener: socket.socket) -> NoReturn:
+    def _until(self, what: str, condition: Callable[[], bool], daemon: str | None = None) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            self.reap()
+            if daemon is not None and daemon not in self.daemons:
+                raise RuntimeError(f"{what}: {daemon} ended, see its log")
+            if time.monotonic() > end:
+                raise RuntimeError(f"{what}: not within 20 s")
+            time.sleep(0.003)
+
+    def serve(self, listener: socket.socket) -> None:
         """One request a connection: [verb, arguments...] as JSON; the answer is [ok, value or message]."""
         verbs: list[Callable[..., Any]] = [self.begin, self.pid, self.kill, self.boot, self.freeze, self.thaw, self.cut]
         verbs += [self.heal, self.kill_slurmd, self.start_slurmd, self.kill_slurmctld, self.start_slurmctld]
+        verbs += [self.end]
         named = {verb.__name__: verb for verb in verbs}
         listener.settimeout(1)
-        while True:
+        while not self.ended:
             self.reap()
             try:
                 connection, _ = listener.accept()
@@ -463,9 +492,14 @@ def _state(pid: int) -> str:
 
 def keeper(spec: Spec) -> None:
     """Start the world; when the bed ends, for whatever reason, end all of it and remove its folder."""
-    linux.unshare(linux.NEWPID)
     reader, writer = os.pipe()
-    pid = os.fork()
+    try:
+        linux.unshare(linux.NEWPID)
+        pid = os.fork()
+    except OSError as error:
+        print(json.dumps({"pid": 0, "problem": str(error)}), flush=True)
+        shutil.rmtree(spec.dir, ignore_errors=True)
+        return
     if pid == 0:
         os.close(reader)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -490,9 +524,9 @@ def keeper(spec: Spec) -> None:
     try:
         problem = os.read(reader, 1000).decode()
         print(json.dumps({"pid": pid, "problem": None if problem == "ok" else problem or "it ended"}), flush=True)
-        world_end = os.pidfd_open(pid)
-        watched = [world_end, 0] if spec.lifeline else [world_end]
-        select.select(watched, [], [])
+        os.close(1)
+        end = os.pidfd_open(pid)
+        select.select([end, 0] if spec.lifeline else [end], [], [])
     finally:
         os.kill(pid, signal.SIGKILL)  # and the kernel kills all that live below it, before waitpid returns
         os.waitpid(pid, 0)

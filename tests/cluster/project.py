@@ -1,0 +1,40 @@
+"""What of the host every bed shows at the same path: the repository, its virtual environment, and that one's Python."""
+
+import stat
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.cluster.install import BedUnavailable
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+def paths() -> list[str]:
+    return [str(REPOSITORY), sys.prefix, *_base_python()]
+
+
+def _base_python() -> list[str]:
+    base = Path(sys.base_prefix)
+    if base not in (Path("/"), Path("/usr")):
+        return [str(base)]
+    # The system's own Python: /usr as a whole must stay that of the Slurm version.
+    program = Path(sys.executable)
+    hops = []
+    while program.is_symlink():
+        program = program.parent / program.readlink()
+        hops.append(str(program))
+    return [*(hop for hop in hops if not hop.startswith(sys.prefix)), sysconfig.get_path("stdlib")]
+
+
+def check(exposed: Iterable[str]) -> None:
+    """Everybody in the bed must be able to read what is shown."""
+    for path in exposed:
+        try:
+            mode = Path(path).stat().st_mode
+        except OSError as error:
+            raise BedUnavailable(f"cannot show {path} in the bed: {error.strerror}") from error
+        needed = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
+        if mode & needed != needed:
+            raise BedUnavailable(f"{path} has mode {stat.S_IMODE(mode):o}: alice could not read it; chmod o+rX it")
