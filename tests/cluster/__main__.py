@@ -1,4 +1,4 @@
-"""A bed to play with: `python -m tests.cluster start`, then `as alice srun -N2 hostname`, `as bob@n1`, `kill n2`, `sh`, `stop`."""
+"""A bed to play with: `start` boots it; then `as alice srun -N2 hostname`, `as bob@n1`, `kill n2`, `sh`, ... `stop`."""
 
 import argparse
 import os
@@ -41,14 +41,12 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("--conf", action="append", metavar="LINE", help="a line of slurm.conf")
     start.add_argument("--prolog")
     start.add_argument("--epilog")
-    for verb in ("as", "sh"):
-        command = commands.add_parser(
-            verb, help="run a command or a shell as " + ("a user" if verb == "as" else "root")
-        )
-        if verb == "as":
-            command.add_argument("user", choices=[*USERS, "root"])
-        command.add_argument("--node", help="on this node; otherwise on the controller's host")
-        command.add_argument("command", nargs=argparse.REMAINDER)
+    command = commands.add_parser("as", help="run a command, or a shell, as a user")
+    command.add_argument("who", metavar="USER[@NODE]", help="without a node: on the controller's host")
+    command.add_argument("command", nargs=argparse.REMAINDER)
+    command = commands.add_parser("sh", help="run a command, or a shell, as root")
+    command.add_argument("--node", help="on this node; otherwise on the controller's host")
+    command.add_argument("command", nargs=argparse.REMAINDER)
     for verb, text in NODE_VERBS.items():
         command = commands.add_parser(verb.replace("_", "-"), help=text)
         command.add_argument("node")
