@@ -29,12 +29,16 @@ train.py, two lines make it healable:
 Settings: an option wins over the environment (TORCHPASS_SPARES=1, TORCHPASS_FAILURE_TIMEOUT=5, …), that over
 torchpass.toml in the current directory (spares = 1), that over the default.
 \b
+Under Slurm the nodes come from the allocation, and some of them are spares:
+\b
+  sbatch -N 3 --ntasks-per-node=2 --torchpass-spares=2 …      in it:  srun tpwrap python train.py
+\b
 Output: each line of a rank appears with its number in front, and without it in LOG_DIR/rank<r>.log. What
 happened to the job is shown by: torchpass events RUN_DIR
 \b
 Exit codes: 0 all ranks have finished; 1 (or the script's own) the script failed, its traceback is shown once;
 2 wrong usage or configuration; 70 internal error, or states that should be equal are not; 75 too few spares
-and healthy slots are left; 130 Ctrl-C; 143 SIGTERM.
+and healthy slots are left; 76 the coordinator is lost; 130 Ctrl-C; 143 SIGTERM.
 """
 
 
@@ -62,6 +66,7 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 @click.option("--inject-file", metavar="FILE", help="Faults to inject, one a line.")
 @click.option("--run-dir", metavar="DIR", help="Where events and sockets go (default: a new one in /tmp).")
 @click.option("--log-dir", metavar="DIR", help="Where the log files of ranks go (default: RUN_DIR/logs).")
+@click.option("--coordinator", metavar="NODE", help="Under Slurm: the node that decides (default: the batch host).")
 @click.option("--quiet", is_flag=True, help="Show the output of ranks and errors only.")
 @click.option("--config", metavar="FILE", help="Read this file instead of ./torchpass.toml.")
 @click.option("--standalone", is_flag=True, hidden=True, help="Accepted from torchrun's command lines.")
@@ -77,6 +82,8 @@ def run(
     from tpwrap.launch import config as sources
     from tpwrap.launch.command import check_other_python, recognise
     from tpwrap.launch.local import run_local
+    from tpwrap.launch.slurm import run_slurm
+    from tpwrap.slurm import step
 
     given = {name: value for name, value in options.items() if value not in (None, (), False)}
     if "inject" in given:
@@ -89,10 +96,13 @@ def run(
         if "TORCHPASS_WORKER" in os.environ:
             raise ConfigError("TORCHPASS_WORKER is set: this is a rank of a job already; run tpwrap once")
         settings = sources.load(given, os.environ, Path.cwd(), config)
-        job = sources.make_job(settings)
         recognised = recognise(command)
         check_other_python(recognised)
-        code = run_local(settings, job, recognised, os.environ)
+        task = step.read(os.environ) if step.is_task(os.environ) else None
+        if task is None or (len(task.names) == task.tasks_per_node == 1 and "nodes" in settings.origin):
+            code = run_local(settings, sources.make_job(settings), recognised, os.environ)
+        else:
+            code = run_slurm(settings, task, recognised, os.environ)
     except ConfigError as e:
         click.echo(f"tpwrap: {e}", err=True)
         code = USAGE

@@ -18,7 +18,7 @@ def test_without_topology_the_last_nodes_wait() -> None:
 
 
 def test_the_batch_script_runs_beside_a_spare() -> None:
-    sites = {0: Site(batch=True), 1: Site(), 2: Site(), 3: Site()}
+    sites = {0: Site(vital="the batch script"), 1: Site(), 2: Site(), 3: Site()}
     chosen = arrange(sites, 2)
     assert (chosen.training, chosen.spares) == ([1, 2], [0, 3])
     assert "node 0 is a spare, because the batch script runs there" in chosen.reason
@@ -34,7 +34,7 @@ def test_spares_are_spread_over_blocks_and_ranks_go_block_by_block() -> None:
 
 
 def test_a_sick_node_holds_no_rank_unless_it_must() -> None:
-    sites = {0: Site(), 1: Site(sick="Xid 79"), 2: Site(), 3: Site(batch=True)}
+    sites = {0: Site(), 1: Site(sick="Xid 79"), 2: Site(), 3: Site(vital="the batch script")}
     chosen = arrange(sites, 2)
     assert (chosen.training, chosen.spares) == ([0, 2], [1, 3])
     assert "node 1 holds no rank, because it is sick (Xid 79)" in chosen.reason
@@ -43,7 +43,7 @@ def test_a_sick_node_holds_no_rank_unless_it_must() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), min_size=1, max_size=12), st.data())
 def test_every_node_is_placed_once(nodes: list[tuple[str, bool, bool]], data: st.DataObject) -> None:
-    sites = {i: Site(block, batch, "sick" if sick else "") for i, (block, batch, sick) in enumerate(nodes)}
+    sites = {i: Site(block, "the batch script" if batch else "", "sick" if sick else "") for i, (block, batch, sick) in enumerate(nodes)}
     training = data.draw(st.integers(1, len(sites)))
     chosen = arrange(sites, training)
     assert sorted(chosen.training + chosen.spares) == sorted(sites)
@@ -52,8 +52,8 @@ def test_every_node_is_placed_once(nodes: list[tuple[str, bool, bool]], data: st
     assert not idle_and_healthy or not any(sites[node].sick for node in chosen.training)
 
 
-def test_a_lost_node_is_replaced_from_its_own_block_and_the_batch_host_comes_last() -> None:
-    sites = {0: Site("a", batch=True), 1: Site("a"), 2: Site("b"), 3: Site("b"), 4: Site("a", sick="hot")}
+def test_a_lost_node_is_replaced_from_its_own_block_and_what_is_vital_comes_last() -> None:
+    sites = {0: Site("a", "the batch script"), 1: Site("a"), 2: Site("b"), 3: Site("b"), 4: Site("a", sick="hot")}
     lost = [placement.LostRank(0, (1, 0), "node", "dead")]
 
     def taken(free: list[int]) -> int:
@@ -61,7 +61,7 @@ def test_a_lost_node_is_replaced_from_its_own_block_and_the_batch_host_comes_las
         assert isinstance(choice, placement.Placed)
         return choice.places[0][0]
 
-    assert taken([0, 3, 4]) == 3  # another block, but neither the batch host nor sick
+    assert taken([0, 3, 4]) == 3  # another block, but neither vital nor sick
     assert taken([0, 4]) == 0
     lost = [placement.LostRank(0, (2, 0), "node", "dead")]
     assert taken([1, 3]) == 3

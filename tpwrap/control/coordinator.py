@@ -175,7 +175,7 @@ class Coordinator:
             return
         node = hello.node
         self._channels[node] = channel
-        site = Site(hello.block, hello.batch, hello.sick)
+        site = Site(hello.block, hello.vital, hello.sick)
         self._observe(Joined(node, hello.host, hello.pid, hello.slots, hello.sidecars, hello.name, site))
         while (message := await channel.receive()) is not None:
             self._observe(_understood(node, message))

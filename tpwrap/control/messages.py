@@ -268,7 +268,7 @@ class Hello(Message, frozen=True):
     name: str = ""
     """as Slurm calls the node; "" outside Slurm"""
     block: str = ""
-    batch: bool = False
+    vital: str = ""
     sick: str = ""
     """these three: see tpwrap.core.arrangement.Site"""
 

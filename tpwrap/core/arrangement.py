@@ -11,12 +11,12 @@ class Site:
     """Where a node is and how it is, as far as its supervisor can tell.
 
     block: nodes with the same text are close to each other (one switch, one NVLink domain); "" where unknown.
-    batch: the batch script runs here, and Slurm's step ends for everybody who reads it when this node dies.
+    vital: what runs here that the job can hardly do without ("the batch script"); "" if nothing.
     sick: what a health check found; "" if nothing.
     """
 
     block: str = ""
-    batch: bool = False
+    vital: str = ""
     sick: str = ""
 
 
@@ -32,13 +32,13 @@ def arrange(sites: Mapping[int, Site], training: int) -> Arrangement:
     """Choose `training` of the nodes; the others are spares. `sites` holds at least that many.
 
     * A sick node trains only if there are too few others.
-    * The node of the batch script is the first spare: it has most to lose, so it should have least to do.
+    * The node of the batch script or the coordinator is the first spare: what has most to lose should do least.
     * The other spares are spread over the blocks, so that a lost node finds one close by.
     * Ranks go block by block, so that neighbours in rank are neighbours in the network.
     """
     sick = [node for node in sorted(sites) if sites[node].sick]
-    batch = [node for node in sorted(sites) if sites[node].batch and not sites[node].sick]
-    spares = (sick + batch)[: len(sites) - training]
+    vital = [node for node in sorted(sites) if sites[node].vital and not sites[node].sick]
+    spares = (sick + vital)[: len(sites) - training]
     while len(spares) < len(sites) - training:
         spares.append(_next_spare(sites, spares))
     first = {site.block: node for node, site in sorted(sites.items(), reverse=True)}
@@ -71,8 +71,8 @@ def _reason(sites: Mapping[int, Site], training: Sequence[int], spares: Sequence
             parts.append(f"node {node} holds no rank, because it is sick ({site.sick})")
         elif site.sick:
             parts.append(f"node {node} is sick ({site.sick}), but too few healthy nodes are there to spare it")
-        elif site.batch and node in spares:
-            parts.append(f"node {node} is a spare, because the batch script runs there")
+        elif site.vital and node in spares:
+            parts.append(f"node {node} is a spare, because {site.vital} runs there")
     blocks = {site.block for site in sites.values()}
     if len(blocks) > 1 and spares:
         parts.append(f"spares are spread over {len(blocks)} network blocks")
@@ -80,6 +80,6 @@ def _reason(sites: Mapping[int, Site], training: Sequence[int], spares: Sequence
 
 
 def closeness(sites: Mapping[int, Site], lost: int, candidate: int) -> tuple[bool, bool, bool, int]:
-    """Sort key for who replaces the node `lost`: healthy, not the batch host, in the same block, lowest number."""
+    """Sort key for who replaces the node `lost`: healthy, not vital, in the same block, lowest number."""
     site = sites.get(candidate, Site())
-    return bool(site.sick), site.batch, site.block != sites.get(lost, Site()).block, candidate
+    return bool(site.sick), bool(site.vital), site.block != sites.get(lost, Site()).block, candidate

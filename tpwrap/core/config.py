@@ -34,6 +34,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     inject_file: _Path | None = None
     run_dir: _Path | None = None
     log_dir: _Path | None = None
+    coordinator: _Path | None = None
     quiet: bool = False
 
 
@@ -50,6 +51,7 @@ MEANT: dict[str, str] = {
     "inject_file": "the path of a file with one fault a line",
     "run_dir": "a directory that holds no earlier run",
     "log_dir": "a directory",
+    "coordinator": "the name of a node of the job, as Slurm calls it",
     "quiet": "true or false",
 }
 """What a valid value looks like, in the words of the error message."""

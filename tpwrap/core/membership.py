@@ -381,6 +381,19 @@ def _forgive(d: Draft, lost: float) -> None:
     d.say(f"the coordinator was held up for {lost:.1f} s; all deadlines start again")
 
 
+def _not_rebuilt(d: Draft, limit: str, ranks: list[int]) -> None:
+    """One that hangs keeps all others from being ready. They let go once more: whoever hangs does not answer that, and
+    is blamed alone. If all do, and are not ready a second time, there is nothing left but to replace them."""
+    failover = d.state.failover
+    assert failover is not None
+    if len(ranks) == 1 or failover.started_over:
+        cause = f"it did not rebuild its communicators {limit}"
+        _lose_processes(d, {rank: Loss("process", cause) for rank in ranks}, fence=True)
+        return
+    d.set(failover=replace(failover, started_over=True))
+    recovery.begin(d, f"ranks {', '.join(map(str, ranks))} did not rebuild their communicators {limit}; once more")
+
+
 def _silent_nodes(d: Draft) -> bool:
     limit, join = d.state.times.node_silence, d.state.times.join
     lost: dict[int, str] = {}
@@ -424,8 +437,7 @@ def _stage_deadline(d: Draft) -> None:
             cause = f"its new worker was not ready within {times.restore + extra:.0f} s"
             _lose_processes(d, {view.rank: Loss("process", cause) for view in newcomers}, fence=True)
         elif waited > times.ready + extra:
-            cause = f"it did not rebuild its communicators within {times.ready + extra:.0f} s"
-            _lose_processes(d, {view.rank: Loss("process", cause) for view in views}, fence=True)
+            _not_rebuilt(d, f"within {times.ready + extra:.0f} s", [view.rank for view in views])
     elif d.state.stage in (Stage.STARTING, Stage.PLACING) and waited > times.warm and d.state.all_joined():
         cause = f"no worker became warm within {times.warm:g} s"
         stuck = [view for view in views if d.state.warm_worker(view.place) is None]

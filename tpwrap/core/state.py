@@ -239,6 +239,8 @@ class Failover:
     reasons: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     replayed: int = 0
+    started_over: bool = False
+    """once already, several members were not ready in time"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     that its workers may use; empty: all.
     verdict_file: where the job's exit code is left for Slurm's step.
     slurm: under Slurm, a signal to a process of a node is meant for the whole job.
-    name, block, batch, sick: see `tpwrap.control.messages.Hello`.
+    name, block, vital, sick: see `tpwrap.control.messages.Hello`.
     """
 
     node: int
@@ -39,5 +39,5 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     slurm: bool = False
     name: str = ""
     block: str = ""
-    batch: bool = False
+    vital: str = ""
     sick: str = ""

@@ -142,7 +142,7 @@ class Supervisor:
             sidecars=f"{self.spec.host}:{port}",
             name=self.spec.name,
             block=self.spec.block,
-            batch=self.spec.batch,
+            vital=self.spec.vital,
             sick=self.spec.sick,
         )
         # Warming up needs no coordinator, so it begins at once.
@@ -168,7 +168,9 @@ class Supervisor:
                 if worker is not None:
                     worker.kill()
             elif isinstance(message, Shutdown):
-                if message.exit_code is not None:
+                if message.exit_code is None:
+                    self.exit_code = 1
+                else:
                     self._leave_verdict(message.exit_code)
                 self._end(message.reason)
                 return
