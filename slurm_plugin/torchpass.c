@@ -293,26 +293,25 @@ static bool is_step(spank_t spank, uint32_t which)
            step == which;
 }
 
-/* The extern step lives on every node of the job, idle spares included, exactly as long as the job. */
-static void start_helper(spank_t spank)
+/* In the prolog, not in the extern step: Slurm kills that one on all nodes as soon as one of them goes down. */
+static void start_helper(uint32_t job, const struct tp_record *record)
 {
 #if TP_HAS_HELPER
-    static struct tp_record record;
-    uint32_t job;
-
-    if (!site.helper || spank_get_item(spank, S_JOB_ID, &job) != ESPANK_SUCCESS || tp_record_read(job, &record))
+    if (!site.helper)
         return;
-    if (tp_helper_start(job, record.uid, record.nodes, site.max_drain ? site.max_drain : record.spares, site.confirm))
+    if (tp_helper_start(job, record->uid, record->nodes, site.max_drain ? site.max_drain : record->spares, site.confirm))
         slurm_error("torchpass: no helper for job %u: %s", job, strerror(errno));
 #else
-    (void)spank;
+    (void)job, (void)record;
 #endif
 }
 
-static void stop_helper(void)
+static void stop_helper(uint32_t job)
 {
 #if TP_HAS_HELPER
-    tp_helper_stop();
+    tp_helper_stop(job);
+#else
+    (void)job;
 #endif
 }
 
@@ -338,6 +337,8 @@ static void leave_record(spank_t spank)
     if (spank_get_item(spank, S_JOB_ID, &job) != ESPANK_SUCCESS ||
         spank_get_item(spank, S_JOB_UID, &record.uid) != ESPANK_SUCCESS || tp_record_write(job, &record))
         slurm_error("torchpass: cannot write the job's record in " TP_RUN ": %s", strerror(errno));
+    else
+        start_helper(job, &record);
 }
 
 #pragma GCC visibility push(default)
@@ -372,8 +373,6 @@ int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
         in_srun(spank);
     else if (spank_context() == S_CTX_ALLOCATOR && asked_spares)
         enlarge(spank);
-    else if (is_step(spank, SLURM_EXTERN_CONT))
-        start_helper(spank);
     return 0;
 }
 
@@ -394,13 +393,21 @@ int slurm_spank_job_prolog(spank_t spank, int count, char **arguments)
     return 0;
 }
 
+int slurm_spank_job_epilog(spank_t spank, int count, char **arguments)
+{
+    uint32_t job;
+
+    (void)count, (void)arguments;
+    if (spank_get_item(spank, S_JOB_ID, &job) == ESPANK_SUCCESS)
+        stop_helper(job);
+    return 0;
+}
+
 int slurm_spank_exit(spank_t spank, int count, char **arguments)
 {
-    (void)count, (void)arguments;
+    (void)spank, (void)count, (void)arguments;
     if (spank_context() == S_CTX_LOCAL && *verdict && getpid() == verdict_reader)
         end_with_verdict();
-    else if (is_step(spank, SLURM_EXTERN_CONT))
-        stop_helper();
     return 0;
 }
 

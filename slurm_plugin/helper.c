@@ -1,0 +1,118 @@
+/* Start and stop: what runs in the processes of the job's prolog and epilog. */
+#define _GNU_SOURCE
+#include "helper.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "hostlist.h"
+#include "server.h"
+
+enum { BACKLOG = 128 };
+
+static bool address_of(const char *run, uint32_t jobid, const char *name, struct sockaddr_un *address)
+{
+    *address = (struct sockaddr_un){.sun_family = AF_UNIX};
+    int n = snprintf(address->sun_path, sizeof address->sun_path, "%s/job%u.%s.sock", run, jobid, name);
+    return n < (int)sizeof address->sun_path;
+}
+
+static int bind_socket(const struct tp_helper *as, struct sockaddr_un *address)
+{
+    struct stat folder;
+    mkdir(as->run, 0755);
+    if (lstat(as->run, &folder) != 0)
+        return -1;
+    if (!S_ISDIR(folder.st_mode) || folder.st_uid != geteuid() || (folder.st_mode & (S_IWGRP | S_IWOTH))) {
+        errno = EPERM; /* somebody else could put a socket of his own there */
+        return -1;
+    }
+    if (!address_of(as->run, as->job.id, as->name, address)) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    unlink(address->sun_path); /* of an earlier life of the same job */
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    /* bind() gives the file the mode of the socket, so there is no moment in which anybody else could connect. */
+    if (fd >= 0 && fchmod(fd, 0600) == 0 && bind(fd, (struct sockaddr *)address, sizeof *address) == 0 &&
+        chown(address->sun_path, as->job.owner, (gid_t)-1) == 0 && listen(fd, BACKLOG) == 0)
+        return fd;
+    int error = errno;
+    if (fd >= 0)
+        close(fd);
+    unlink(address->sun_path);
+    errno = error;
+    return -1;
+}
+
+int tp_helper_start_as(const struct tp_helper *as)
+{
+    struct sockaddr_un address;
+    if (!tp_node_ok(as->name) || (*as->job.nodes && !tp_hostlist_ok(as->job.nodes)) || as->job.cap > TP_CAP_MAX) {
+        errno = EINVAL;
+        return -1;
+    }
+    int listener = bind_socket(as, &address);
+    if (listener < 0)
+        return -1;
+    pid_t pid = fork();
+    if (pid == 0)
+        tp_serve(as, listener, address.sun_path);
+    int error = errno;
+    close(listener);
+    if (pid < 0)
+        unlink(address.sun_path);
+    errno = error;
+    return pid < 0 ? -1 : 0;
+}
+
+/* The prolog's environment names the node; the host's name is the way out where it does not. */
+static bool own_name(const char *nodes, char name[TP_NODE_MAX + 1])
+{
+    char host[256] = "";
+    const char *said = getenv("SLURMD_NODENAME");
+    gethostname(host, sizeof host - 1);
+    for (int i = 0; i < 3; i++) {
+        const char *try = i == 0 ? said : host;
+        if (i == 2)
+            host[strcspn(host, ".")] = '\0';
+        if (!try || !tp_node_ok(try) || (*nodes ? !tp_hostlist_has(nodes, try) : i == 1))
+            continue;
+        strcpy(name, try);
+        return true;
+    }
+    return false;
+}
+
+int tp_helper_start(uint32_t jobid, uid_t uid, const char *nodes, unsigned cap, const char *confirm)
+{
+    char name[TP_NODE_MAX + 1];
+    struct tp_helper as = {
+        .job = {.id = jobid, .owner = uid, .nodes = nodes ? nodes : "", .cap = cap > TP_CAP_MAX ? TP_CAP_MAX : cap},
+        .tools = {.bin = TP_SLURM_BIN, .confirm = confirm && *confirm ? confirm : NULL},
+        .run = TP_RUN,
+        .name = name,
+    };
+    if (!own_name(as.job.nodes, name)) {
+        errno = ENODEV;
+        return -1;
+    }
+    return tp_helper_start_as(&as);
+}
+
+void tp_helper_stop(uint32_t jobid)
+{
+    char name[TP_NODE_MAX + 1];
+    struct sockaddr_un address;
+    if (own_name("", name) && address_of(TP_RUN, jobid, name, &address))
+        unlink(address.sun_path);
+}
