@@ -310,8 +310,18 @@ class World:
                     self.feed(w)
                     if survivor or fresh:
                         self.say(w, m.Resumed(generation, {}, 0))
+            case m.Look():
+                self.say(w, self.whereabouts(w))
             case m.Bye():
                 assert w.finished
+
+    def whereabouts(self, w: Worker) -> m.Whereabouts:
+        """One collective a step, which a rank has joined once it has fed its step."""
+        assert w.rank is not None
+        fed = self.contributed.get((w.generation, w.rank), -9)
+        blocked = w.live and not w.held and not w.finished and not self.can_go(w)
+        waits = [m.Waiting("world", "allreduce", fed, 0, 1e9, True)] if blocked else []
+        return m.Whereabouts(w.generation, w.step, waits, {"world": (fed, 1)}, "")
 
     def go(self, w: Worker) -> None:
         assert w.rank is not None

@@ -27,6 +27,11 @@ def processes_of(run: Run) -> list[str]:
     return left
 
 
+def launcher_of(run_dir: Path) -> int:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return next(e.pid for _, e in map(events.from_line, lines) if isinstance(e, events.JobStarted))
+
+
 def test_out_of_spares_with_a_healthy_slot(tmp_path: Path, undisturbed) -> None:
     """The only spare is spent on a node; a process that dies later is healed where it was."""
     faults = ["node=1 step=3 phase=backward kill", "rank=2 step=6 phase=backward kill"]
@@ -62,6 +67,44 @@ def test_the_scripts_own_exit_code_is_passed_on(tmp_path: Path) -> None:
     assert run.code == 7
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("exit", "allreduce at step 3 (collective 0 of group 0, stuck.py:36)"),
+        ("return", "allreduce at step 3 (collective 0 of group 0, stuck.py:36)"),
+        ("no-group", "the set-up of a process group"),
+        # It is a newcomer that leaves: it has not run the steps before its entry, and is counted right nevertheless.
+        ("exit after a failover", "allreduce at step 3 (collective 0 of group 0, stuck.py:36)"),
+    ],
+    ids=["exit", "return", "no-group", "newcomer"],
+)
+def test_a_rank_that_leaves_early_ends_the_job_with_whoever_waits_for_it(how: str, words: str, tmp_path: Path) -> None:
+    faults = ["rank=1 step=1 phase=backward kill"] if "failover" in how else []
+    script = [str(SCRIPTS / "stuck.py"), how.split()[0]]
+    run = tpwrap(tmp_path, script, faults, nodes=3, options=("--failure-timeout", "2"))
+    assert run.code == 1, run.output
+    assert len(run.of(events.FailoverFinished)) == len(faults)
+    last = run.output.strip().splitlines()[-1]
+    assert "rank 1 has finished the script, but ranks 0, 2 wait in " + words in last
+    assert "script is at fault" in last
+    assert processes_of(run) == []
+
+
+def test_a_deadlock_is_told_and_goes_on(tmp_path: Path) -> None:
+    def wait_and_interrupt(run_dir: Path) -> None:
+        output = tmp_path / "output.txt"
+        wait_for(lambda: output.read_text().count("no progress for") == 2)
+        os.kill(wait_for(lambda: launcher_of(run_dir)), signal.SIGINT)
+
+    script = [str(SCRIPTS / "stuck.py"), "groups"]
+    run = tpwrap(tmp_path, script, nodes=3, options=("--failure-timeout", "2"), during=wait_and_interrupt)
+    assert run.code == 130
+    assert (
+        "ranks 0, 2 wait in barrier at step 3 (collective 0 of group 0, stuck.py:30); "
+        "rank 1 waits in barrier at step 3 (collective 0 of group 1, stuck.py:30)" in run.output
+    )
+
+
 @pytest.mark.parametrize("when", ["idle", "restoring"])
 def test_a_spare_that_dies(when: str, tmp_path: Path, undisturbed) -> None:
     """Idle: fewer spares, nothing else happens. While restoring: the next spare takes over."""
@@ -87,18 +130,10 @@ def test_a_spare_that_dies(when: str, tmp_path: Path, undisturbed) -> None:
 
 
 def test_interrupt_ends_everything(tmp_path: Path) -> None:
-    holder: list[Path] = []
-
     def interrupt(run_dir: Path) -> None:
-        holder.append(run_dir)
         log = run_dir / "events.jsonl"
         wait_for(lambda: log.exists() and "worker_assigned" in log.read_text())
-        launcher = next(
-            e.pid
-            for _, e in map(events.from_line, log.read_text().splitlines())
-            if isinstance(e, events.JobStarted)
-        )
-        os.kill(launcher, signal.SIGINT)
+        os.kill(launcher_of(run_dir), signal.SIGINT)
 
     run = tpwrap(tmp_path, EXAMPLE["gpt"], during=interrupt)
     assert run.code == 130

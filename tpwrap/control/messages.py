@@ -141,7 +141,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     step: int
     number: int
-    """among the collectives of the step in that group, from 0; -1: send or receive"""
+    """among the collectives of the step in that group, from 0; -1: no collective"""
     seconds: float
     everyone: bool
     """all ranks are members of the group"""
@@ -150,7 +150,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 class Whereabouts(Message, frozen=True):
     """The answer to `Look`.
 
-    waits: the oldest unfinished operation of each group, and each group that is not connected yet (number 0).
+    waits: the oldest unfinished operation of each group, and each group whose members have not all come yet.
     joined: group -> the first collective this rank has not taken part in, as (step, number).
     line: where the script is, "train.py:42"; "" where that cannot be told.
     """

@@ -78,6 +78,25 @@ def without_store(state: State, cause: str) -> Ending:
     return (INTERNAL, reason, "") if failed is None else by_script(failed, reason)
 
 
+def left_behind(finished: Sequence[int], waiting: Sequence[int], where: str) -> Ending:
+    """Ranks wait in a collective that others, whose scripts are over, never take part in."""
+    gone, left = ("rank " if len(some) == 1 else "ranks " for some in (finished, waiting))
+    return (
+        1,
+        f"{gone}{_few(finished)} {'has' if len(finished) == 1 else 'have'} finished the script, but "
+        f"{left}{_few(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {where}, in which "
+        f"{'it' if len(finished) == 1 else 'they'} never took part. The script is at fault: every rank must take part "
+        "in every collective. Give all ranks the same number of steps (DistributedSampler, drop_last=True), and let "
+        "none return or exit early",
+        "",
+    )
+
+
+def _few(ranks: Sequence[int], most: int = 8) -> str:
+    more = f" and {len(ranks) - most} others" if len(ranks) > most else ""
+    return ", ".join(map(str, ranks[:most])) + more
+
+
 def sidecar_lost(rank: int, keepers: Sequence[int]) -> Ending:
     where = ", ".join(map(str, keepers)) or "none"
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpwrap.control import messages as m
-from tpwrap.core import endings, events, placement, recovery
+from tpwrap.core import endings, events, placement, recovery, standstill
 from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
 from tpwrap.core.state import (
@@ -278,12 +278,15 @@ def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
         case m.Progress(step):
             if step > d.state.ranks[rank].step:
                 d.put_rank(rank, step=step)
+                standstill.stepped(d)
         case m.SetupDone():
             _set_up(d, rank, message)
         case m.Injecting(fault):
             _injecting(d, rank, fault)
         case m.Finished(step):
             _finished(d, rank, step)
+        case m.Whereabouts(generation) if generation == d.state.generation:
+            standstill.answered(d, rank, message)
         case m.Failed():
             _script_failed(d, rank, message)
         case m.Unprotected(reason):
@@ -306,6 +309,7 @@ def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
 def _set_up(d: Draft, rank: int, message: m.SetupDone) -> None:
     took = d.now - d.state.ranks[rank].assigned_at
     d.set(any_set_up=True, setup_seconds=max(took, d.state.setup_seconds))
+    standstill.moved(d)
     if d.state.ranks[rank].step < 0:
         d.put_rank(rank, step=0)
     new = [name for name in message.modules if name not in d.state.modules]
@@ -330,6 +334,7 @@ def _injecting(d: Draft, rank: int, fault: int) -> None:
 
 def _finished(d: Draft, rank: int, step: int) -> None:
     d.put_rank(rank, finished=True, step=max(step, d.state.ranks[rank].step))
+    standstill.moved(d)
     if not all(view.finished for view in d.state.ranks.values()):
         return
     for other in d.state.ranks:
@@ -378,6 +383,7 @@ def _forgive(d: Draft, lost: float) -> None:
         d.put_node(node, heard=d.now)
     hint = d.state.hint
     d.set(since=d.state.since + lost, hint=hint and replace(hint, since=hint.since + lost))
+    standstill.moved(d)
     d.say(f"the coordinator was held up for {lost:.1f} s; all deadlines start again")
 
 
@@ -425,7 +431,9 @@ def _heal_without_death(d: Draft, hint: Hint) -> None:
 def _stage_deadline(d: Draft) -> None:
     times, waited = d.state.times, d.now - d.state.since
     views = [d.state.ranks[rank] for rank in sorted(d.state.awaiting)]
-    if d.state.stage is Stage.RELEASING and waited > times.release:
+    if d.state.stage is Stage.RUNNING:
+        standstill.look(d)
+    elif d.state.stage is Stage.RELEASING and waited > times.release:
         cause = f"it did not let go of its communicators within {times.release:g} s"
         if views:
             _lose_processes(d, {view.rank: Loss("process", cause) for view in views}, fence=True)

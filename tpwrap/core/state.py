@@ -15,6 +15,7 @@ from tpwrap.control.messages import (
     Failed,
     Plan,
     Ready,
+    Whereabouts,
     WorkerMessage,
 )
 from tpwrap.core import events
@@ -222,6 +223,26 @@ class Hint:
 
 
 @dataclass(frozen=True)
+class Standstill:
+    """How long nothing has moved, and what the ranks said about it (`tpwrap.core.standstill`)."""
+
+    moved: float
+    """when a rank was last seen to move"""
+    longest: float | None = None
+    """the longest time between two steps; None: no step was seen yet"""
+    notices: int = 0
+    """since anything moved"""
+    generation: int = 0
+    """the rounds of questions below are about this one"""
+    asked: float = 0.0
+    collecting: bool = False
+    """the answers to the last question are still coming in"""
+    answers: Mapping[int, Whereabouts] = field(default_factory=dict)
+    before: Mapping[int, Whereabouts] = field(default_factory=dict)
+    """the answers to the question before"""
+
+
+@dataclass(frozen=True)
 class Injection:
     at: float
     rank: int
@@ -279,6 +300,7 @@ class State:
     any_set_up: bool = False
     """some rank has been at a step boundary: there is state to lose"""
     notices: frozenset[str] = frozenset()
+    standstill: Standstill = Standstill(0.0)
     store_lost: bool = False
 
     @property

@@ -40,12 +40,12 @@ class Lookout:
 
     def _waits(self, one: Communicator, step: int) -> Iterator[Waiting]:
         everyone = one.group.size == self._world_size
-        if one.group.inner is None:
+        operation, at, number, seconds = one.backend.oldest_wait()
+        if one.generation < 0 and not operation:
             since = self._unconnected.setdefault(one.index, time.monotonic())
-            yield Waiting(_key(one), "set-up of a process group", step, 0, time.monotonic() - since, everyone)
+            yield Waiting(_key(one), "the set-up of a process group", step, -1, time.monotonic() - since, everyone)
             return
         self._unconnected.pop(one.index, None)
-        operation, at, number, seconds = one.backend.oldest_wait()
         if operation:
             yield Waiting(_key(one), operation.strip("_").lower(), at, number, seconds, everyone)
 
