@@ -121,9 +121,8 @@ class Bed:
             self._ask("end")
             while self.dir.exists():
                 time.sleep(0.01)
-        else:
-            shutil.rmtree(self.dir, ignore_errors=True)
         self._world = 0
+        shutil.rmtree(self.dir, ignore_errors=True)  # the keeper does this, if it lives that long
 
     def __enter__(self) -> "Bed":
         self.start()
@@ -374,6 +373,7 @@ class Bed:
         self._ask("start_slurmd", node)
 
     def kill_slurmctld(self) -> None:
+        """SIGKILL for the controller. What it heard in the last 5 s may not be saved (`scontrol reconfigure` saves)."""
         self._ask("kill_slurmctld")
 
     def start_slurmctld(self) -> None:

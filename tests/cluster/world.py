@@ -53,7 +53,10 @@ def address(number: int) -> str:
     return f"10.77.0.{10 + number}"
 
 
-OPEN, SHUT = (f"type bridge_slave state {state}" for state in (3, 4))  # forwarding; blocking: every frame is dropped
+def shut(port: str, yes: bool) -> None:
+    """Make a port of the bridge drop every frame, or forward again. Carriers stay as they are."""
+    # `ip link set ... type bridge_slave state` leaves it forwarding; so does every state but "disabled" without STP
+    subprocess.run(["bridge", "link", "set", "dev", port, "state", "0" if yes else "3"], check=True)
 
 
 def ip(*commands: str, force: bool = False) -> None:
@@ -241,36 +244,30 @@ class World:
         self.daemons[argv[0]] = start(argv, self.root, log, self._id(user) if user else None)
 
     def _start_database(self) -> None:
-        """MariaDB, slurmdbd, and accounts for the users."""
-        folder, data, run = self.spec.dir, f"{self.spec.dir}/db", f"{self.root}/run/mysqld"
+        """MariaDB (in memory), slurmdbd, and accounts for the users."""
+        data, run = "/run/db", "/run/mysqld"
         for path in (data, run):
-            os.mkdir(path)
-            os.chown(path, *self._id("mysql"))
-        os.chown(f"{folder}/etc/slurm/slurmdbd.conf", *self._id("slurm"))
-        self._command("mariadb-install-db", "--user=mysql", f"--datadir={data}", "--skip-test-db")
-        mariadbd = [
-            "mariadbd",
-            "--no-defaults",
-            "--user=mysql",
-            f"--datadir={data}",
-            "--socket=/run/mysqld/mysqld.sock",
-        ]
-        small = ["--skip-networking", "--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0"]
-        self._start([*mariadbd, *small])
-        self._until("MariaDB listens", lambda: accepts(f"{run}/mysqld.sock"), "mariadbd")
+            os.mkdir(self.root + path)
+            os.chown(self.root + path, *self._id("mysql"))
+        os.chown(f"{self.spec.dir}/etc/slurm/slurmdbd.conf", *self._id("slurm"))
+        server = ["--no-defaults", "--user=mysql", f"--datadir={data}", "--innodb-log-file-size=4M"]
+        self._command(["mariadb-install-db", *server, "--skip-test-db", "--skip-name-resolve"])
+        server += [f"--socket={run}/mysqld.sock", "--skip-networking", "--innodb-buffer-pool-size=64M"]
+        self._start(["mariadbd", *server])
+        self._until("MariaDB listens", lambda: accepts(f"{self.root}{run}/mysqld.sock"), "mariadbd")
         owner = "'slurm'@'localhost' identified by 'slurm'"
         grant = f"create database slurm_acct_db; grant all on slurm_acct_db.* to {owner}"
-        self._command("mariadb", "--no-defaults", "--socket=/run/mysqld/mysqld.sock", "-e", grant)
+        self._command(["mariadb", "--no-defaults", f"--socket={run}/mysqld.sock", "-e", grant])
         self._start(["slurmdbd", "-D"])
         self._until("slurmdbd listens", lambda: listening(SLURMDBD_PORT), "slurmdbd")
-        self._command("sacctmgr", "-i", "add", "cluster", "tp")
-        self._command("sacctmgr", "-i", "add", "account", "lab")
-        self._command("sacctmgr", "-i", "add", "user", ",".join(self.spec.users), "account=lab")
+        users = ",".join(self.spec.users)
+        for entity in ("cluster tp", "account lab", f"user {users} account=lab"):
+            self._command(["sacctmgr", "-i", "add", *entity.split()])
 
-    def _command(self, *argv: str) -> None:
+    def _command(self, argv: list[str]) -> None:
         """Run a command on the controller's host to its end."""
         log = f"{self.spec.dir}/log/{argv[0]}.out"
-        _, status = os.waitpid(start(list(argv), self.root, log), 0)
+        _, status = os.waitpid(start(argv, self.root, log), 0)
         if status != 0:
             raise RuntimeError(f"{argv[0]} failed, see its log")
 
@@ -336,7 +333,7 @@ class World:
     def kill(self, name: str) -> None:
         """Power loss: nobody hears a word from the node."""
         node = self._node(name)
-        ip(f"link set {node.port} {SHUT}")  # else its kernel would close its connections politely
+        shut(node.port, True)  # else its kernel would close its connections politely
         os.kill(node.pid, signal.SIGKILL)
         self._until(f"{name} is dead", lambda: not node.pid)
 
@@ -391,11 +388,15 @@ class World:
     def cut(self, name: str, carrier: bool) -> None:
         """Packets vanish; with `carrier` the node also sees its cable pulled out."""
         node = self._node(name)
-        ip(f"link set {node.port} down" if carrier else f"link set {node.port} {SHUT}")
+        if carrier:
+            ip(f"link set {node.port} down")
+        else:
+            shut(node.port, True)
 
     def heal(self, name: str) -> None:
         port = self._node(name).port
-        ip(f"link set {port} up", f"link set {port} {OPEN}")
+        ip(f"link set {port} up")
+        shut(port, False)
 
     def kill_slurmd(self, name: str) -> None:
         self._awake(name).tell("kill")
