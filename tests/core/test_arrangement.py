@@ -43,7 +43,10 @@ def test_a_sick_node_holds_no_rank_unless_it_must() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), min_size=1, max_size=12), st.data())
 def test_every_node_is_placed_once(nodes: list[tuple[str, bool, bool]], data: st.DataObject) -> None:
-    sites = {i: Site(block, "the batch script" if batch else "", "sick" if sick else "") for i, (block, batch, sick) in enumerate(nodes)}
+    sites = {
+        i: Site(block, "the batch script" if vital else "", "sick" if sick else "")
+        for i, (block, vital, sick) in enumerate(nodes)
+    }
     training = data.draw(st.integers(1, len(sites)))
     chosen = arrange(sites, training)
     assert sorted(chosen.training + chosen.spares) == sorted(sites)

@@ -135,12 +135,16 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     raise AssertionError("the awaited did not happen")
 
 
+def common_directory(factory: pytest.TempPathFactory) -> Path:
+    """One directory for all processes of this test session."""
+    root = factory.getbasetemp()
+    return root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
+
+
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """The oracle's run of a script, made once for all test processes."""
-    root = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        root = root.parent
+    root = common_directory(tmp_path_factory)
     made: dict[str, Run] = {}
 
     def get(name: str, script: list[str], **options: Any) -> Run:

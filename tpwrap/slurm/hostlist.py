@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import product
+from math import prod
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 100_000
@@ -40,6 +41,8 @@ def _split(text: str) -> list[str]:
 def _expand_one(part: str) -> list[str]:
     pieces = re.split(r"\[([^\]]*)\]", part)  # text, range, text, range, … text
     choices = [[piece] if i % 2 == 0 else _numbers(piece, part) for i, piece in enumerate(pieces)]
+    if prod(map(len, choices)) > _MOST:
+        raise ValueError(f"{part!r} names too many nodes")
     return ["".join(combination) for combination in product(*choices)]
 
 

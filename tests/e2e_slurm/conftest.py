@@ -1,0 +1,138 @@
+"""Whole jobs on the test bed: `sbatch`, `srun tpwrap`, real kills and cuts, and the undisturbed run as the oracle."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import Bed
+from tests.cluster.fixtures import open_bed
+from tests.e2e.conftest import EXAMPLES, REPOSITORY, Run, assert_equal, common_directory, undisturbed, wait_for
+from tpwrap.core import events
+
+__all__ = ["undisturbed"]
+BIN = Path(sys.executable).parent
+SECONDS = 180.0
+FAILURE_TIMEOUT = 3
+GPT = [
+    str(EXAMPLES / "gpt.py"),
+    *["--steps", "120", "--layers", "2", "--width", "32", "--heads", "2", "--context", "32"],
+]
+
+
+BATCH = """#!/bin/bash
+#SBATCH -N {nodes} --ntasks-per-node={tasks} --gres=gpu:{tasks} --torchpass-spares={spares} {options}
+srun {bin}/tpwrap {tpwrap_options} {bin}/python {script} --out {results}
+"""
+
+
+@dataclass
+class Job:
+    """A job on a bed, and what it has left so far."""
+
+    bed: Bed
+    id: int
+    results: Path
+    run_dir: Path
+
+    @property
+    def run(self) -> Run:
+        return Run(0, self.output, self.results, self.run_dir)
+
+    @property
+    def output(self) -> str:
+        path = self.bed.share / f"slurm-{self.id}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def events(self, kind: type[Any]) -> list[Any]:
+        return self.run.of(kind) if (self.run_dir / "events.jsonl").exists() else []
+
+    def wait_step(self, step: int, seconds: float = 90) -> None:
+        """Until rank 0 has committed `step`, after which the test breaks something."""
+        path = self.results / "rank0.jsonl"
+        try:
+            wait_for(lambda: path.exists() and len(path.read_text().splitlines()) >= step, seconds)
+        except AssertionError:
+            raise AssertionError(f"step {step} is not reached:\n{self.output[-5000:]}\n{self.bed.logs()}") from None
+
+    def node_of(self, rank: int) -> str:
+        """Where `rank` was at the start."""
+        node = next(e.node for e in self.events(events.WorkerAssigned) if e.rank == rank)
+        return f"n{node + 1}"
+
+    def spares(self) -> list[str]:
+        return [f"n{node + 1}" for node in self.events(events.Arranged)[0].spares]
+
+    def end(self, state: str = "COMPLETED", seconds: float = SECONDS) -> dict[str, str]:
+        """Wait for the job's end; its fields as `scontrol show job` has them."""
+        try:
+            return self.bed.wait_job(self.id, {state}, seconds)
+        except Exception:
+            print(self.output[-6000:])
+            raise
+
+    def assert_equal(self, oracle: Run, replaced: set[int]) -> None:
+        assert_equal(self.run, oracle, replaced)
+
+
+def submit(
+    bed: Bed,
+    *,
+    nodes: int = 2,
+    tasks: int = 2,
+    spares: int = 2,
+    options: str = "",
+    tpwrap_options: str = "",
+    script: list[str] = GPT,
+    batch: str = BATCH,
+    env: dict[str, str] | None = None,
+) -> Job:
+    """What a user submits: `nodes` training nodes with `tasks` ranks each, and spares on top."""
+    results = bed.share / "results"
+    text = batch.format(
+        nodes=nodes,
+        tasks=tasks,
+        spares=spares,
+        options=options,
+        bin=BIN,
+        tpwrap_options=tpwrap_options,
+        script=" ".join(script),
+        results=results,
+    )
+    job = bed.sbatch(text, env={"TORCHPASS_FAILURE_TIMEOUT": str(FAILURE_TIMEOUT), **(env or {})})
+    return Job(bed, job, results, bed.share / f"torchpass-{job}.0")
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built plugin, made once for all test processes."""
+    build = common_directory(tmp_path_factory) / "slurm_plugin"
+    build.mkdir(exist_ok=True)
+    with (build / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = subprocess.run(
+            ["make", "-C", str(REPOSITORY / "slurm_plugin"), f"BUILD={build}"], capture_output=True, text=True
+        )
+    assert made.returncode == 0, made.stderr
+    return build / "torchpass.so"
+
+
+@pytest.fixture
+def bed(plugin: Path) -> Iterator[Bed]:
+    with open_bed(
+        nodes=5,
+        gpus=4,
+        plugin=[f"optional {plugin}"],
+        prolog=REPOSITORY / "slurm_plugin" / "prolog",
+        epilog=REPOSITORY / "slurm_plugin" / "epilog",
+        slurm_conf=["SlurmdTimeout=15", "KillOnBadExit=1", "WaitTime=3"],
+        expose=[plugin.parent],
+    ) as opened:
+        yield opened

@@ -1,0 +1,124 @@
+"""The main job on real Slurm daemons: nodes die, training goes on, and ends with the numbers of the undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster import Bed
+from tests.e2e.conftest import Run
+from tests.e2e_slurm.conftest import GPT, submit
+from tpwrap.core import events
+
+Oracle = Callable[..., Run]
+
+
+def assert_drained(bed: Bed, node: str, job: int, dead: bool = True) -> None:
+    def drained() -> bool:
+        state = bed.node(node)["State"]
+        return "DRAIN" in state and (not dead or "DOWN" in state)
+
+    bed.wait(drained, f"{node} is drained", 10)
+    found = bed.node(node)
+    assert f"torchpass job {job}: " in found["Reason"], found
+    assert " step " in found["Reason"], found
+
+
+def assert_not_drained(bed: Bed, *nodes: str) -> None:
+    for node in nodes:
+        assert "DRAIN" not in bed.node(node)["State"], bed.node(node)
+
+
+def test_a_node_dies(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(20)
+    victim = job.node_of(2)
+    bed.kill(victim)
+    assert_drained(bed, victim, job.id)
+    shown = job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+    assert "spares=1/2 failovers=1 finished" in shown["Comment"]
+    assert f"{victim}->" in shown["Comment"]
+    assert "ranks 2,3 step " in shown["Comment"]
+    assert_not_drained(bed, *(node for node in bed.nodes if node != victim))
+
+
+def test_a_worker_dies(bed: Bed, undisturbed: Oracle) -> None:
+    """It is healed in its own slot: no spare is spent, nothing is drained."""
+    job = submit(bed)
+    job.wait_step(20)
+    node = job.node_of(1)
+    bed.run(["kill", "-9", str(_pid(bed, job.run, 1, node))], user="root", node=node)
+    shown = job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {1})
+    assert "spares=2/2 failovers=1 finished" in shown["Comment"]
+    assert f"rank 1 healed on {node}" in shown["Comment"]
+    assert_not_drained(bed, *bed.nodes)
+
+
+def _pid(bed: Bed, run: Run, rank: int, node: str) -> int:
+    """The pid inside the node's PID namespace, which is what the worker itself says it is."""
+    return run.first_pid(rank)
+
+
+@pytest.mark.parametrize("carrier", [False, True])
+def test_a_link_is_cut(carrier: bool, bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(20)
+    victim = job.node_of(2)
+    bed.cut(victim, carrier)
+    assert_drained(bed, victim, job.id)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+
+
+def test_the_node_of_rank_0_dies(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(20)
+    victim = job.node_of(0)
+    assert victim != "n1"  # the batch script's node is a spare
+    bed.kill(victim)
+    assert_drained(bed, victim, job.id)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {0, 1})
+
+
+def test_a_frozen_node(bed: Bed, undisturbed: Oracle) -> None:
+    """Its kernel answers, its processes do not. When it thaws it is told that it was given up."""
+    job = submit(bed)
+    job.wait_step(20)
+    victim = job.node_of(2)
+    bed.freeze(victim)
+    assert_drained(bed, victim, job.id, dead=False)
+    bed.thaw(victim)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+
+
+def test_two_nodes_at_once(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(20)
+    spares = job.spares()
+    assert len(spares) == 2
+    # The only other node that may die with it is a training node: then nobody is left. So the job is larger.
+    victims = [job.node_of(2), next(spare for spare in spares if spare != "n1")]
+    for victim in victims:
+        bed.kill(victim)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+
+
+def test_a_spare_dies_idle_and_then_a_node(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(10)
+    spare = next(spare for spare in job.spares() if spare != "n1")
+    bed.kill(spare)
+    bed.wait(lambda: job.events(events.SpareLost), "the spare's loss is seen", 20)
+    assert not job.events(events.FailoverStarted)
+    victim = job.node_of(2)
+    bed.kill(victim)
+    shown = job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+    assert f"spare {spare} lost" in shown["Comment"]
+    assert "spares=0/2" in shown["Comment"]
