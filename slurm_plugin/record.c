@@ -10,6 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "helper.h"
+
 static int name(char path[PATH_MAX], uint32_t job)
 {
     const char *slurm = getenv("SLURMD_NODENAME"); /* the prolog has it, the extern step has not */

@@ -12,8 +12,6 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#define TP_RUN "/run/torchpass"
-
 enum { TP_NODELIST = 32 * 1024 };
 
 struct tp_record {

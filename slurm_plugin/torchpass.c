@@ -23,14 +23,9 @@ SPANK_PLUGIN(torchpass, 1)
 #include "option.h"
 #include "record.h"
 #include "arguments.h"
+#include "helper.h"
 #include "sizes.h"
 #include "verdict.h"
-#if __has_include("helper.h")
-#include "helper.h"
-#define TP_HAS_HELPER 1
-#else
-#define TP_HAS_HELPER 0
-#endif
 
 /* How Slurm hands the option on: from a job to the commands inside of it, in a variable named like this. */
 #define INHERITED "SLURM_SPANK__SLURM_SPANK_OPTION_torchpass_torchpass_spares"
@@ -42,6 +37,7 @@ static const char *const of_this_job[] = {
     "SLURM_SPANK_TORCHPASS_SPARES",
     "SLURM_SPANK_TORCHPASS_ENLARGED",
     "SLURM_SPANK_TORCHPASS_NTASKS",
+    "SLURM_SPANK_TORCHPASS_NTASKS_PER_NODE",
     "TORCHPASS_SPARES",
     "TORCHPASS_ENLARGED",
 };
@@ -136,6 +132,16 @@ static void protect_step(void)
         set(step_survives[i][0], step_survives[i][1]);
 }
 
+/* For the prolog, the epilog and (under a longer name) the commands and hooks inside of the job. */
+static void tell_job(spank_t spank, const char *name, long number)
+{
+    char text[32];
+
+    snprintf(text, sizeof text, "%ld", number);
+    if (spank_job_control_setenv(spank, name, text, 1) != ESPANK_SUCCESS)
+        refuse("Slurm does not take the plugin's variables for the job");
+}
+
 /* Ask Slurm for the spares too. */
 static void enlarge(spank_t spank)
 {
@@ -161,16 +167,16 @@ static void enlarge(spank_t spank)
             refuse(sentence);
         if (!tp_options_keep_job(sentence))
             refuse(sentence);
-        if (sizes.tasks) {
-            snprintf(number, sizeof number, "%ld", sizes.tasks);
-            spank_job_control_setenv(spank, "TORCHPASS_NTASKS", number, 1);
-        }
-        slurm_info("torchpass: %u of the nodes are spares", asked_spares);
+        if (sizes.tasks)
+            tell_job(spank, "TORCHPASS_NTASKS", sizes.tasks);
+        if (sizes.tasks_per_node)
+            tell_job(spank, "TORCHPASS_NTASKS_PER_NODE", sizes.tasks_per_node);
+        slurm_info("torchpass: %ld nodes, %u of them spares", sizes.max_nodes, asked_spares);
     }
     enlarged = true;
     snprintf(number, sizeof number, "%u", asked_spares);
     set("TORCHPASS_SPARES", number);
-    spank_job_control_setenv(spank, "TORCHPASS_SPARES", number, 1);
+    tell_job(spank, "TORCHPASS_SPARES", asked_spares);
     if (site.enlarger != TP_BY_JOB_SUBMIT) /* where it is missing, job_submit.lua does it */
         spank_job_control_setenv(spank, "TORCHPASS_ENLARGED", tp_enlarger_name(site.enlarger), 1);
 }
@@ -258,6 +264,11 @@ static void set_in_job(spank_t spank, const char *name, const char *text)
 
 static void in_batch_script(spank_t spank)
 {
+    static const char *const counted[][2] = {
+        {"SLURM_SPANK_TORCHPASS_NTASKS", "SLURM_NTASKS"},
+        {"SLURM_SPANK_TORCHPASS_NTASKS", "SLURM_NPROCS"},
+        {"SLURM_SPANK_TORCHPASS_NTASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"},
+    };
     char text[32];
 
     /* sbatch --export=NONE keeps the option, but not our variable. */
@@ -265,11 +276,10 @@ static void in_batch_script(spank_t spank)
         snprintf(text, sizeof text, "%u", asked_spares);
         set_in_job(spank, "TORCHPASS_SPARES", text);
     }
-    /* Slurm 22.05 wrote the number of tasks down before the spares came on top, and srun would believe it. */
-    if (spank_getenv(spank, "SLURM_SPANK_TORCHPASS_NTASKS", text, sizeof text) == ESPANK_SUCCESS) {
-        set_in_job(spank, "SLURM_NTASKS", text);
-        set_in_job(spank, "SLURM_NPROCS", text);
-    }
+    /* sbatch wrote these down before the spares came on top, and srun would believe it (22.05 in all cases). */
+    for (size_t i = 0; i < LENGTH(counted); i++)
+        if (spank_getenv(spank, counted[i][0], text, sizeof text) == ESPANK_SUCCESS)
+            set_in_job(spank, counted[i][1], text);
 }
 
 static void in_task(spank_t spank)

@@ -1,8 +1,11 @@
-"""How a request grows: sizes.c as a table, then as laws over arbitrary requests."""
+"""How a request grows: sizes.c and sizes.lua as one table, then sizes.c as laws over arbitrary requests."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +17,10 @@ Answer = dict[str, object] | str
 Enlarge = Callable[[str], Answer]
 
 
-@pytest.fixture(scope="module")
-def enlarge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enlarge]:
-    program = build(tmp_path_factory.mktemp("sizes") / "sizes", PLUGIN / "sizes.c", HERE / "sizes_table.c")
-    with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+@contextmanager
+def asking(*command: str | Path) -> Iterator[Enlarge]:
+    """A process that answers one request a line."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 
@@ -25,12 +28,35 @@ def enlarge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enlarge]:
             process.stdin.write(words + "\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
             line = process.stdout.readline().strip()  # type: ignore[union-attr]
-            assert line, "the program ended: a sanitizer found something"
+            assert line, f"the program ended at: {words}"
             return json.loads(line) if line.startswith("{") else line
 
         yield ask
         process.stdin.close()
         assert process.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enlarge]:
+    program = build(tmp_path_factory.mktemp("sizes") / "sizes", PLUGIN / "sizes.c", HERE / "sizes_table.c")
+    with asking(program) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module", params=["C", "lua5.3", "luajit"])
+def enlarge(
+    request: pytest.FixtureRequest, in_c: Enlarge, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Enlarge]:
+    """sizes.c, and sizes.lua under the oldest and a newer Lua that Slurm is built with."""
+    if request.param == "C":
+        yield in_c
+        return
+    if shutil.which(request.param) is None:
+        pytest.skip(f"no {request.param} here")
+    script = tmp_path_factory.mktemp("sizes") / "sizes.lua"
+    script.write_text((PLUGIN / "lua/sizes.lua").read_text() + (HERE / "sizes_table.lua").read_text())
+    with asking(request.param, script) as ask:
+        yield ask
 
 
 N4 = "nodes_given=1 min_nodes=4 max_nodes=4"
@@ -141,9 +167,9 @@ requests = st.fixed_dictionaries(
 
 @settings(max_examples=400, deadline=None)
 @given(asked=requests)
-def test_laws(enlarge: Enlarge, asked: dict[str, int | str]) -> None:
+def test_laws(in_c: Enlarge, asked: dict[str, int | str]) -> None:
     """Whatever is accepted has the spares on top and every share as before; nothing makes the code stumble."""
-    answer = enlarge(" ".join(f"{name}={value}" for name, value in asked.items()))
+    answer = in_c(" ".join(f"{name}={value}" for name, value in asked.items()))
     if isinstance(answer, str):
         assert answer
         return
