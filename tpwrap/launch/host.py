@@ -180,7 +180,7 @@ class Host(ABC):
             self._notices.add(event.text)
         if isinstance(event, events.JobEnded):
             self._counts = f" ({story.counts(event)})"
-        line = story.line(event)
+        line = story.line(event, self.names)
         if line is not None:
             self.say(line)
 

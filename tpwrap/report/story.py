@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from tpwrap.core import events
 
+Names: TypeAlias = Mapping[int, str]
+"""number of a node -> what Slurm calls it; others are called by their number"""
+_NONE: Names = {}
 
-def line(event: events.Event) -> str | None:
+
+def line(event: events.Event, names: Names = _NONE) -> str | None:
     """One line, or None for what only a full report shows."""
     if isinstance(event, events.RankFailed):
-        return f"rank {event.rank} failed{_seen(event.step)} on node {event.node}: {event.cause}"
+        return f"rank {event.rank} failed{_seen(event.step)} on {_node(event.node, names)}: {event.cause}"
     if isinstance(event, events.NodeDown):
         if not event.ranks:
             return None  # SpareLost says more
-        return f"node {event.node} with {ranks(event.ranks)} is down: {event.cause}"
+        return f"{_node(event.node, names)} with {ranks(event.ranks)} is down: {event.cause}"
     if isinstance(event, events.SpareLost):
         left = {0: "no spare is left", 1: "1 spare is left"}.get(
             event.spares_left, f"{event.spares_left} spares are left"
         )
-        return f"spare node {event.node} is lost: {event.cause}; training goes on, {left}"
+        return f"spare {_node(event.node, names)} is lost: {event.cause}; training goes on, {left}"
     if isinstance(event, events.FailoverFinished):
-        return finished(event)
+        return finished(event, names)
     if isinstance(event, events.FaultInjected):
         return f"injecting: {event.fault}"
     if isinstance(event, events.Notice):
@@ -31,7 +36,7 @@ def line(event: events.Event) -> str | None:
     return None
 
 
-def full(event: events.Event) -> str:
+def full(event: events.Event, names: Names = _NONE) -> str:
     """Like `line`, for every kind of event."""
     if isinstance(event, events.JobStarted):
         return shape(event.nodes, event.spares, event.nproc_per_node)
@@ -39,16 +44,16 @@ def full(event: events.Event) -> str:
         name = f" {event.name}" if event.name else ""
         return f"node {event.node}{name} joined ({event.host}, pid {event.pid})"
     if isinstance(event, events.Arranged):
-        return f"training nodes: {_numbers(event.training)}; spares: {_numbers(event.spares)} ({event.reason})"
+        return f"training nodes: {_numbers(event.training, names)}; spares: {_numbers(event.spares, names)} ({event.reason})"
     if isinstance(event, events.WorkerAssigned):
-        return f"rank {event.rank} is {event.worker} on node {event.node} (pid {event.pid})"
+        return f"rank {event.rank} is {event.worker} on {_node(event.node, names)} (pid {event.pid})"
     if isinstance(event, events.FailoverStarted):
         return f"generation {event.generation}: {event.cause}"
     if isinstance(event, events.JobEnded):
         return f"exit code {event.exit_code}: {event.reason} ({counts(event)})"
     if isinstance(event, events.NodeDown) and not event.ranks:
-        return f"node {event.node} is down: {event.cause}"
-    return line(event) or ""
+        return f"{_node(event.node, names)} is down: {event.cause}"
+    return line(event, names) or ""
 
 
 def shape(nodes: int, spares: int, nproc_per_node: int) -> str:
@@ -64,12 +69,12 @@ def counts(event: events.JobEnded) -> str:
     return f"{event.steps} step{'' if event.steps == 1 else 's'}, {failovers}"
 
 
-def finished(event: events.FailoverFinished) -> str:
+def finished(event: events.FailoverFinished, names: Names = _NONE) -> str:
     """Where the ranks went, and how long training stood still."""
     moved = "; ".join(
         f"rank {m.rank} goes on in its own slot"
         if m.same_slot
-        else f"node {m.to_node} takes over rank {m.rank} from node {m.from_node}"
+        else f"{_node(m.to_node, names)} takes over rank {m.rank} from {_node(m.from_node, names)}"
         for m in event.moves
     )
     resumed = f"training resumed{_at(event.step)} after {event.seconds:.2f} s"
@@ -77,8 +82,12 @@ def finished(event: events.FailoverFinished) -> str:
     return f"{moved or 'the same ranks go on'}; {resumed}" + (f" ({stages})" if stages else "")
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
+def _numbers(numbers: Sequence[int], names: Names) -> str:
+    return ", ".join(names.get(number, str(number)) for number in numbers) or "none"
+
+
+def _node(node: int, names: Names) -> str:
+    return f"node {names.get(node, node)}"
 
 
 def ranks(numbers: Sequence[int]) -> str:

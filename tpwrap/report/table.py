@@ -32,8 +32,9 @@ def show(run_dir: Path) -> None:
     table.add_column("second", justify="right")
     table.add_column("event")
     table.add_column("what happened", overflow="fold")
+    names = {e.node: e.name for _, e in recorded if isinstance(e, events.NodeJoined) and e.name}
     for time, event in recorded:
         style = _STYLE.get(type(event), "")
         kind = str(event.__struct_config__.tag).replace("_", " ")
-        table.add_row(f"{time - begin:.3f}", Text(kind, style), Text(story.full(event), style))
+        table.add_row(f"{time - begin:.3f}", Text(kind, style), Text(story.full(event, names), style))
     Console().print(table)
