@@ -129,6 +129,26 @@ def events(run_dir: Path) -> None:
 
 
 @operate.command()
+def doctor() -> None:
+    """Say what of TorchPass works on this host or, run by srun, in this job, and what to do about the rest.
+
+    Exit code 0: nothing is broken (there may be warnings). 1: something is.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from tpwrap.slurm.doctor import judge, look
+
+    colour = {"ok": "green", "warning": "yellow", "error": "red"}
+    table = Table("", "what", "found", "what to do", box=None)
+    findings = judge(look(os.environ))
+    for one in findings:
+        table.add_row(f"[{colour[one.level]}]{one.level}[/]", one.what, one.found, one.fix)
+    Console(highlight=False).print(table)
+    sys.exit(any(one.level == "error" for one in findings))
+
+
+@operate.command()
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 def compare(a: Path, b: Path) -> None:

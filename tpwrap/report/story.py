@@ -44,7 +44,8 @@ def full(event: events.Event, names: Names = _NONE) -> str:
         name = f" {event.name}" if event.name else ""
         return f"node {event.node}{name} joined ({event.host}, pid {event.pid})"
     if isinstance(event, events.Arranged):
-        return f"training nodes: {_numbers(event.training, names)}; spares: {_numbers(event.spares, names)} ({event.reason})"
+        who = f"training nodes: {_numbers(event.training, names)}; spares: {_numbers(event.spares, names)}"
+        return f"{who} ({event.reason})"
     if isinstance(event, events.WorkerAssigned):
         return f"rank {event.rank} is {event.worker} on {_node(event.node, names)} (pid {event.pid})"
     if isinstance(event, events.FailoverStarted):
