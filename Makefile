@@ -5,7 +5,7 @@ export PYTHON
 .PHONY: demo test soak lint setup clean
 
 demo: setup ## train twice, once with a killed node, and compare every bit
-	@.venv/bin/python examples/demo.py
+	@.venv/bin/python -m examples.demo
 
 test: lint ## all tests but the long random ones
 	.venv/bin/python -m pytest -n 2 -m "not soak"

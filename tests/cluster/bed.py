@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 USERS = {"root": 0, "alice": 2001, "bob": 2002}
 ORDINARY = {name: uid for name, uid in USERS.items() if uid}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED")
+ENDED: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED")
 ENDED += ("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 
 __all__ = ["Bed", "BedError", "BedUnavailable", "CommandFailed"]
@@ -335,7 +335,9 @@ class Bed:
     def logs(self, lines: int = 15) -> str:
         """The last lines of every daemon's log, for failure messages."""
         parts = []
-        for path in sorted((self.dir / "log").glob("*")):
+        for path in sorted((self.dir / "log").iterdir()):
+            if path.suffix == ".out" and path.with_suffix(".log").exists():
+                continue  # the same lines, and the few before the log was open
             tail = path.read_text(errors="replace").splitlines()[-lines:]
             if tail:
                 parts.append("\n".join([f"--- {path.name}", *tail]))
@@ -373,7 +375,7 @@ class Bed:
         self._ask("start_slurmd", node)
 
     def kill_slurmctld(self) -> None:
-        """SIGKILL for the controller. What it heard in the last 5 s may not be saved (`scontrol reconfigure` saves)."""
+        """SIGKILL for the controller. What it heard in the last 5 s may not be saved, jobs included."""
         self._ask("kill_slurmctld")
 
     def start_slurmctld(self) -> None:
@@ -390,7 +392,7 @@ def fields(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in text.splitlines():
         if free := FREE_TEXT.fullmatch(line):
-            found[free[1]] = free[2]
+            found[free[1]] = free[2].strip()
             continue
         line = line.strip()
         starts = list(FIELD.finditer(line))
