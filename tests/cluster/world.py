@@ -249,6 +249,7 @@ class World:
         for path in (data, run):
             os.mkdir(self.root + path)
             os.chown(self.root + path, *self._id("mysql"))
+        os.symlink(run, f"{self.root}/run/mariadbd")  # where slurmdbd of 26.05 looks for the socket
         os.chown(f"{self.spec.dir}/etc/slurm/slurmdbd.conf", *self._id("slurm"))
         server = ["--no-defaults", "--user=mysql", f"--datadir={data}", "--innodb-log-file-size=4M"]
         self._command(["mariadb-install-db", *server, "--skip-test-db", "--skip-name-resolve"])
