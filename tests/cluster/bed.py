@@ -118,9 +118,11 @@ class Bed:
             self._keeper.communicate()
             self._keeper = None
         elif self._world:
-            self._ask("end")
-            while self.dir.exists():
-                time.sleep(0.01)
+            try:
+                self._ask("end")
+                self.wait(lambda: not self.dir.exists(), "its keeper removes the folder", 10)
+            except BedError:
+                pass  # it had ended before
         self._world = 0
         shutil.rmtree(self.dir, ignore_errors=True)  # the keeper does this, if it lives that long
 
@@ -213,9 +215,15 @@ class Bed:
 
     def _ask(self, verb: str, *arguments: object) -> Any:
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(f"{self.dir}/control")
-            line.sendall(json.dumps([verb, *arguments]).encode() + b"\n")
-            ok, value = json.loads(line.makefile().readline() or '[false, "the world is gone"]')
+            try:
+                line.connect(f"{self.dir}/control")
+                line.sendall(json.dumps([verb, *arguments]).encode() + b"\n")
+                answer = line.makefile().readline()
+            except OSError:
+                answer = ""
+        if not answer:
+            raise BedError("this bed has ended")
+        ok, value = json.loads(answer)
         if not ok:
             raise BedError(f"{value}\n{self.logs()}" if verb == "begin" else value)
         return value

@@ -12,20 +12,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 def paths() -> list[str]:
-    return [str(REPOSITORY), sys.prefix, *_base_python()]
+    return [str(REPOSITORY), *(path for path in (sys.prefix, *_base_python()) if path not in ("/", "/usr"))]
 
 
 def _base_python() -> list[str]:
-    base = Path(sys.base_prefix)
-    if base not in (Path("/"), Path("/usr")):
-        return [str(base)]
-    # The system's own Python: /usr as a whole must stay that of the Slurm version.
+    if sys.base_prefix not in ("/", "/usr"):
+        return [sys.base_prefix]
+    # The system's own Python. /usr as a whole must stay that of the Slurm version, so: its program under every name
+    # on the way there, and its library.
     program = Path(sys.executable)
-    hops = []
+    names = []
     while program.is_symlink():
         program = program.parent / program.readlink()
-        hops.append(str(program))
-    return [*(hop for hop in hops if not hop.startswith(sys.prefix)), sysconfig.get_path("stdlib")]
+        names.append(str(program))
+    return [*(name for name in names if not name.startswith(f"{sys.prefix}/")), sysconfig.get_path("stdlib")]
 
 
 def check(exposed: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ def make_private() -> None:
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
 
 
-def build(root: str, base: str) -> None:
+def build(root: str, base: str, exposed: list[str]) -> None:
     """Lay `root` over `base`; what is written there is kept in memory and goes with the mount namespace."""
     mount("tmpfs", root, "tmpfs")
     layers = {name: f"{root}/{name}" for name in ("upper", "work", "merged")}
@@ -32,16 +32,24 @@ def build(root: str, base: str) -> None:
     mount("overlay", layers["merged"], "overlay", options=options)
     mount(layers["merged"], root, flags=MS_BIND)
     mount("/dev", f"{root}/dev", flags=MS_BIND | MS_REC)
+    for path in sorted(exposed):
+        if not _private(path):
+            expose(root, path)
 
 
 def furnish(root: str, exposed: list[str]) -> None:
-    """What each node (and the controller) has of its own: /proc, /sys and the PRIVATE folders; then show `exposed`."""
+    """What each node (and the controller) has of its own: /proc, /sys and the PRIVATE folders."""
     mount("proc", f"{root}/proc", "proc")
     mount("sysfs", f"{root}/sys", "sysfs")  # of this network namespace; and no cgroups, so none can be left behind
     for path, mode in PRIVATE.items():
         mount("tmpfs", root + path, "tmpfs", options=f"mode={mode:o}")
     for path in sorted(exposed):
-        expose(root, path)
+        if _private(path):
+            expose(root, path)
+
+
+def _private(path: str) -> bool:
+    return any(path.startswith(f"{folder}/") for folder in PRIVATE)
 
 
 def expose(root: str, path: str) -> None:
@@ -65,7 +73,8 @@ def bind(source: str, target: str) -> None:
         if os.path.islink(target):
             os.unlink(target)  # a mount would land where it points to, on the host
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        open(target, "a").close()
+        if not os.path.exists(target):
+            open(target, "x").close()
     mount(source, target, flags=MS_BIND | MS_REC)
 
 
@@ -73,9 +82,8 @@ def run(base: str, mountpoint: str, exposed: list[str], cwd: str, argv: list[str
     """Become a command in `base`, without a bed."""
     linux.unshare(linux.NEWNS)
     make_private()
-    build(mountpoint, base)
-    for path in sorted(exposed):
-        expose(mountpoint, path)
+    build(mountpoint, base, exposed)
+    furnish(mountpoint, exposed)
     os.chroot(mountpoint)
     os.chdir(cwd)
     os.execvp(argv[0], argv)

@@ -328,7 +328,7 @@ def check_accounting(version: str) -> None:
         bed.run(["srun", "-N2", "-J", "counted", "true"])
 
         def sacct() -> bool:
-            return "counted|lab|COMPLETED" in bed.run(["sacct", "-n", "-P", "-X", "-o", "jobname,account,state"]).stdout
+            return "counted|lab|alice" in bed.run(["sacct", "-n", "-P", "-X", "-o", "jobname,account,user"]).stdout
 
         bed.wait(sacct, "sacct knows the job", 10)
 

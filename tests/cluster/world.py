@@ -184,8 +184,9 @@ class World:
         spec = self.spec
         socket.sethostname("ctl")
         root.make_private()
-        root.build(self.root, spec.base)
-        root.bind(f"{spec.dir}/home", f"{self.root}/home")
+        root.build(self.root, spec.base, spec.exposed)
+        for name in spec.users:
+            root.bind(f"{spec.dir}/home/{name}", f"{self.root}/home/{name}")
         self._etc()
         root.bind(f"{spec.dir}/etc/slurm", f"{self.root}/etc/slurm")
         root.furnish(self.root, spec.exposed)
