@@ -86,8 +86,10 @@ class Bed:
     def start(self, folder: Path | None = None, *, lifeline: bool = True) -> None:
         """Boot everything and wait until all nodes are idle. Without `lifeline` the bed outlives this process."""
         base = install.root(self.version)
-        exposed = [*project.paths(), *self._expose]
-        project.check(exposed)
+        if reason := project.hidden(project.paths()):
+            raise BedUnavailable(reason)
+        if reason := project.hidden(self._expose):
+            raise BedError(f"expose: {reason}")
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="torchpass-bed-"))
         else:
@@ -96,7 +98,7 @@ class Bed:
         self.dir = folder
         try:
             self._write_files()
-            self._start_world(base, exposed, lifeline)
+            self._start_world(base, lifeline)
             self._ask("begin")
             self.wait(self._all_idle, "all nodes are idle", 30)
         except BaseException:
@@ -185,12 +187,12 @@ class Bed:
         path.write_text(text)
         return path
 
-    def _start_world(self, base: str, exposed: list[str], lifeline: bool) -> None:
+    def _start_world(self, base: str, lifeline: bool) -> None:
         spec = {
             "dir": str(self.dir),
             "base": base,
             "nodes": len(self.nodes),
-            "exposed": [str(self.dir), *exposed],
+            "exposed": [str(self.dir), *project.paths(), *self._expose],
             "users": ORDINARY,
             "dbd": self.dbd,
             "lifeline": lifeline,

@@ -12,17 +12,17 @@ from pathlib import Path
 SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "sid"}  # the Debian release that carries the version
 SLURM = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin", "slurmdbd"]
 SLURM += ["munge", "mariadb-server", "libslurm-dev", "gcc", "libc6-dev"]
-# In a root of its own: also the libraries that the project's Python, which is shown there, links to.
+# A root of its own also needs what is there on any host, and the libraries that the project's Python links to.
 ROOT = [
     *SLURM,
     "slurm-wlm-basic-plugins-dev",
-    "ca-certificates",
-    "procps",
     "iproute2",
+    "procps",
+    "ca-certificates",
     "libpython3-stdlib",
-    "libstdc++6",
+    "libexpat1",
 ]
-# slurm-wlm-basic-plugins-dev: bookworm has none, its headers are in libslurm-dev
+ONLY_LATER = {"slurm-wlm-basic-plugins-dev"}  # bookworm has these headers in libslurm-dev
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -119,7 +119,7 @@ def _debootstrap(suite: str, path: Path, version: str) -> None:
     """Make a root at `path`, all or nothing. In namespaces of its own: whatever it mounts or starts ends with it."""
     new = path.with_name(f"{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
-    packages = [name for name in ROOT if not (suite == "bookworm" and name == "slurm-wlm-basic-plugins-dev")]
+    packages = [name for name in ROOT if suite != "bookworm" or name not in ONLY_LATER]
     mirror = os.environ.get("TORCHPASS_BED_MIRROR") or "http://deb.debian.org/debian"
     private = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     make = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", suite, str(new), mirror]
