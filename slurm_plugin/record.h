@@ -1,5 +1,5 @@
 /*
- * The job's record on a node: what the job's prolog knows and its extern step, where the helper lives, is not told.
+ * The job's record on a node: what the job's prolog knows and torchpass-sweep, which knows no job, is not told.
  *
  *     /run/torchpass/job<ID>.<NODE>.job      root's; lines: uid 2001, spares 2, nodes n[1-5]
  *
