@@ -137,11 +137,10 @@ class Bed:
 
     def _write_files(self) -> None:
         folder = str(self.dir)
-        for name in ("share", "log", "state", "run", "dev", "root", "etc/slurm", "home"):
-            (self.dir / name).mkdir(parents=True)
-        self.share.chmod(0o1777)
-        for node in self.nodes:
-            (self.dir / "spool" / node).mkdir(parents=True)
+        spools = [f"spool/{node}" for node in self.nodes]
+        for name in ("share", "log", "state", "run", "dev", "root", "etc", "etc/slurm", "home", "spool", *spools):
+            (self.dir / name).mkdir()
+            (self.dir / name).chmod(0o1777 if name == "share" else 0o755)
         for user, uid in ORDINARY.items():
             (self.dir / "home" / user).mkdir(mode=0o700)
             os.chown(self.dir / "home" / user, uid, uid)
@@ -185,6 +184,7 @@ class Bed:
     def _etc(self, name: str, text: str) -> Path:
         path = self.dir / "etc/slurm" / name
         path.write_text(text)
+        path.chmod(0o644)
         return path
 
     def _start_world(self, base: str, lifeline: bool) -> None:
@@ -360,7 +360,7 @@ class Bed:
         self._ask("kill", node)
 
     def boot(self, node: str) -> None:
-        """Power on a killed node. Slurm keeps it DOWN, if it noticed, until somebody resumes it (ReturnToService=0)."""
+        """Power on a killed node, with its link whole. If Slurm noticed, it keeps it DOWN until root resumes it."""
         self._ask("boot", node)
 
     def freeze(self, node: str) -> None:

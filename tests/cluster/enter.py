@@ -36,7 +36,7 @@ def become(uid: int, cwd: str, argv: list[str]) -> NoReturn:
     os._exit(127)
 
 
-def main(world: int, node: int, root: str, uid: int, cwd: str, argv: list[str]) -> int:
+def main(world: int, node: int, root: str, uid: int, cwd: str, argv: list[str]) -> NoReturn:
     linux.enter(world)
     if node:
         linux.enter(node)
@@ -54,9 +54,9 @@ def main(world: int, node: int, root: str, uid: int, cwd: str, argv: list[str]) 
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    return code
+    os._exit(code)
 
 
 if __name__ == "__main__":
     _, world, node, root, uid, cwd, *argv = sys.argv
-    sys.exit(main(int(world), int(node), root, int(uid), cwd, argv))
+    main(int(world), int(node), root, int(uid), cwd, argv)

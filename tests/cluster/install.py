@@ -13,15 +13,7 @@ SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "sid"}  # the Debian 
 SLURM = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin", "slurmdbd"]
 SLURM += ["munge", "mariadb-server", "libslurm-dev", "gcc", "libc6-dev"]
 # A root of its own also needs what is there on any host, and the libraries that the project's Python links to.
-ROOT = [
-    *SLURM,
-    "slurm-wlm-basic-plugins-dev",
-    "iproute2",
-    "procps",
-    "ca-certificates",
-    "libpython3-stdlib",
-    "libexpat1",
-]
+ROOT = ["slurm-wlm-basic-plugins-dev", "iproute2", "procps", "ca-certificates", "libpython3-stdlib", "libexpat1"]
 ONLY_LATER = {"slurm-wlm-basic-plugins-dev"}  # bookworm has these headers in libslurm-dev
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -41,17 +33,8 @@ def root(version: str) -> str:
     if os.geteuid() != 0:
         raise BedUnavailable("the Slurm test bed needs root")
     if _codename() == SUITES[version]:
-        programs = [
-            "slurmctld",
-            "slurmd",
-            "sbatch",
-            "slurmdbd",
-            "munged",
-            "mariadbd",
-            "gcc",
-            "/usr/include/slurm/spank.h",
-        ]
-        _packages({"ip": ["iproute2"], **dict.fromkeys(programs, SLURM)})
+        programs = ["slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "gcc"]
+        _packages({"ip": ["iproute2"], **dict.fromkeys([*programs, "/usr/include/slurm/spank.h"], SLURM)})
         return "/"
     path = cache() / version
     _packages({"ip": ["iproute2"]})
@@ -119,7 +102,7 @@ def _debootstrap(suite: str, path: Path, version: str) -> None:
     """Make a root at `path`, all or nothing. In namespaces of its own: whatever it mounts or starts ends with it."""
     new = path.with_name(f"{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
-    packages = [name for name in ROOT if suite != "bookworm" or name not in ONLY_LATER]
+    packages = [name for name in [*SLURM, *ROOT] if suite != "bookworm" or name not in ONLY_LATER]
     mirror = os.environ.get("TORCHPASS_BED_MIRROR") or "http://deb.debian.org/debian"
     private = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     make = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", suite, str(new), mirror]

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -178,6 +179,14 @@ def test_signals_and_exit_codes_go_through(bed: Bed) -> None:
     process = bed.popen(["sleep", "1000"])
     process.terminate()
     assert process.wait(5) == -signal.SIGTERM
+
+
+def test_the_world_outlives_askers_that_talk_nonsense(bed: Bed) -> None:
+    for words in (b"", b"[\n", b'["nonsense"]\n', b'["kill"]\n'):
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(f"{bed.dir}/control")
+            line.sendall(words)
+    assert bed.run(["hostname"], node="n1").stdout == "n1\n"
 
 
 # --- faults ------------------------------------------------------------------------------------------

@@ -138,10 +138,13 @@ def node_main(spec: Spec, node: Node, line: socket.socket) -> NoReturn:
     socket.sethostname(node.name)
     root.furnish(new_root, spec.exposed)
     root.bind(f"{spec.dir}/run", f"{new_root}/run/munge")
-    slurmd = None
+    slurmd: int | None = None  # a pidfd
     line.sendall(b"ok")
     while word := line.recv(16, socket.MSG_WAITALL).decode().strip():
         try:
+            if slurmd is not None and select.select([slurmd], [], [], 0)[0]:  # it has ended
+                os.close(slurmd)
+                slurmd = None
             if word == "network":
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 ip(
@@ -153,7 +156,7 @@ def node_main(spec: Spec, node: Node, line: socket.socket) -> NoReturn:
                 )
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             elif word == "start":
-                if slurmd is not None and not select.select([slurmd], [], [], 0)[0]:
+                if slurmd is not None:
                     raise Refused("slurmd runs already")
                 slurmd = os.pidfd_open(start(["slurmd", "-D"], new_root, f"{spec.dir}/log/slurmd.{node.name}.out"))
             elif word == "kill":
@@ -161,8 +164,6 @@ def node_main(spec: Spec, node: Node, line: socket.socket) -> NoReturn:
                     raise Refused("slurmd does not run")
                 signal.pidfd_send_signal(slurmd, signal.SIGKILL)
                 select.select([slurmd], [], [])
-                os.close(slurmd)
-                slurmd = None
             line.sendall(b"ok")
         except Exception as error:
             line.sendall(str(error).encode()[:200])
@@ -470,17 +471,18 @@ class World:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            with connection:
-                verb, *arguments = json.loads(connection.makefile().readline())
+            with connection, connection.makefile("rw") as stream:
+                request = stream.readline()
                 try:
+                    verb, *arguments = json.loads(request)
                     answer = [True, named[verb](*arguments)]
                 except Refused as refusal:
                     answer = [False, str(refusal)]
                 except Exception as error:
                     traceback.print_exc()
-                    answer = [False, f"{verb}: {error}"]
+                    answer = [False, f"{request.strip()}: {error}"]
                 try:
-                    connection.sendall(json.dumps(answer).encode() + b"\n")
+                    print(json.dumps(answer), file=stream, flush=True)
                 except OSError:
                     pass  # the asker is gone
 
@@ -493,47 +495,58 @@ def _state(pid: int) -> str:
         return "X"
 
 
+def world_main(spec: Spec, ready: int) -> NoReturn:
+    """Pid 1 of the world; writes "ok", or what is wrong, to `ready`."""
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    try:
+        linux.die_with_parent()
+        linux.unshare(linux.NEWNS | linux.NEWNET | linux.NEWUTS | linux.NEWIPC)
+        world = World(spec)
+        world.prepare()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{spec.dir}/control")
+        os.chmod(f"{spec.dir}/control", 0o600)
+        listener.listen(16)
+    except BaseException as error:
+        traceback.print_exc()
+        os.write(ready, str(error).encode())
+        os._exit(1)
+    os.write(ready, b"ok")
+    os.close(ready)
+    try:
+        world.serve(listener)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
 def keeper(spec: Spec) -> None:
     """Start the world; when the bed ends, for whatever reason, end all of it and remove its folder."""
+    os.umask(0o022)
     reader, writer = os.pipe()
+    pid = 0
     try:
         linux.unshare(linux.NEWPID)
         pid = os.fork()
+        if pid == 0:
+            world_main(spec, writer)
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+        os.close(writer)
+        problem = os.read(reader, 1000).decode() or "it ended"
     except OSError as error:
-        print(json.dumps({"pid": 0, "problem": str(error)}), flush=True)
-        shutil.rmtree(spec.dir, ignore_errors=True)
-        return
-    if pid == 0:
-        os.close(reader)
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        try:
-            linux.die_with_parent()
-            linux.unshare(linux.NEWNS | linux.NEWNET | linux.NEWUTS | linux.NEWIPC)
-            world = World(spec)
-            world.prepare()
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(f"{spec.dir}/control")
-            os.chmod(f"{spec.dir}/control", 0o600)
-            listener.listen(16)
-            os.write(writer, b"ok")
-            os.close(writer)
-            world.serve(listener)
-        except BaseException as error:
-            traceback.print_exc()
-            os.write(writer, str(error).encode())
-        os._exit(1)
-    os.close(writer)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+        problem = str(error)
     try:
-        problem = os.read(reader, 1000).decode()
-        print(json.dumps({"pid": pid, "problem": None if problem == "ok" else problem or "it ended"}), flush=True)
+        print(json.dumps({"pid": pid, "problem": None if problem == "ok" else problem}), flush=True)
         os.close(1)
-        end = os.pidfd_open(pid)
-        select.select([end, 0] if spec.lifeline else [end], [], [])
+        if pid:
+            end = os.pidfd_open(pid)
+            select.select([end, 0] if spec.lifeline else [end], [], [])
     finally:
-        os.kill(pid, signal.SIGKILL)  # and the kernel kills all that live below it, before waitpid returns
-        os.waitpid(pid, 0)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if pid:
+            os.kill(pid, signal.SIGKILL)  # and the kernel kills all that live below it, before waitpid returns
+            os.waitpid(pid, 0)
         shutil.rmtree(spec.dir, ignore_errors=True)
 
 
