@@ -471,18 +471,18 @@ class World:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            with connection, connection.makefile("rw") as stream:
-                request = stream.readline()
+            with connection:
                 try:
+                    request = connection.makefile().readline()
                     verb, *arguments = json.loads(request)
                     answer = [True, named[verb](*arguments)]
                 except Refused as refusal:
                     answer = [False, str(refusal)]
                 except Exception as error:
                     traceback.print_exc()
-                    answer = [False, f"{request.strip()}: {error}"]
+                    answer = [False, str(error)]
                 try:
-                    print(json.dumps(answer), file=stream, flush=True)
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
                 except OSError:
                     pass  # the asker is gone
 
