@@ -36,6 +36,10 @@ DIGITS = [
 EXAMPLE = {"gpt": GPT, "digits": DIGITS}
 
 
+MARK = "TPWRAP_E2E_RUN"
+"""in the environment of every process of a run: its run directory"""
+
+
 @dataclass
 class Run:
     """What a run has left."""
@@ -86,7 +90,7 @@ def tpwrap(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=REPOSITORY,
-            env=environment(),
+            env={**environment(), MARK: str(run_dir)},
         )
         try:
             if during is not None:
@@ -107,6 +111,18 @@ def environment() -> dict[str, str]:
     """Ours, with the virtual environment's python first, as a user has it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHPASS_", "PYTEST_"))}
     return {**env, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+
+
+def processes_of(run_dir: Path) -> dict[int, str]:
+    """What lives of a run: pid -> the name it calls itself by."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if f"{MARK}={run_dir}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found[int(pid)] = Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:
+            continue
+    return found
 
 
 def assert_equal(

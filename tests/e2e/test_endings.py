@@ -9,22 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import EXAMPLE, SCRIPTS, Run, assert_equal, tpwrap, wait_for
+from tests.e2e.conftest import EXAMPLE, SCRIPTS, assert_equal, processes_of, tpwrap, wait_for
 from tpwrap.core import events
-from tpwrap.launch import processes
-
-
-def processes_of(run: Run) -> list[str]:
-    """Command lines of what is left of a run (its directory is in every process's environment)."""
-    left = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-            if str(run.run_dir).encode() in environ:
-                left.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return left
 
 
 def launcher_of(run_dir: Path) -> int:
@@ -45,7 +31,7 @@ def test_out_of_spares_and_slots(tmp_path: Path) -> None:
     last = run.output.strip().splitlines()[-1]
     assert "node 1" in last
     assert "spare" in last
-    assert processes_of(run) == []
+    assert processes_of(run.run_dir) == {}
 
 
 def test_a_bug_on_one_rank_is_not_healed_for_ever(tmp_path: Path) -> None:
@@ -53,7 +39,7 @@ def test_a_bug_on_one_rank_is_not_healed_for_ever(tmp_path: Path) -> None:
     assert run.code == 1
     assert "ZeroDivisionError: the user's own bug" in run.output
     assert run.output.count("Traceback") == 1
-    assert processes_of(run) == []
+    assert processes_of(run.run_dir) == {}
 
 
 def test_a_bug_on_all_ranks_ends_the_job_at_once(tmp_path: Path) -> None:
@@ -87,7 +73,7 @@ def test_a_rank_that_leaves_early_ends_the_job_with_whoever_waits_for_it(how: st
     last = run.output.strip().splitlines()[-1]
     assert "rank 1 has finished the script, but ranks 0, 2 wait in " + words in last
     assert "script is at fault" in last
-    assert processes_of(run) == []
+    assert processes_of(run.run_dir) == {}
 
 
 def test_a_deadlock_is_told_and_goes_on(tmp_path: Path) -> None:
@@ -137,7 +123,7 @@ def test_interrupt_ends_everything(tmp_path: Path) -> None:
 
     run = tpwrap(tmp_path, EXAMPLE["gpt"], during=interrupt)
     assert run.code == 130
-    assert processes_of(run) == []
+    assert processes_of(run.run_dir) == {}
 
 
 def test_a_failure_after_the_store_was_lost_ends_the_job_at_once(tmp_path: Path) -> None:
@@ -148,14 +134,10 @@ def test_a_failure_after_the_store_was_lost_ends_the_job_at_once(tmp_path: Path)
             return [event for _, event in map(events.from_line, lines) if isinstance(event, kind)]
 
         wait_for((tmp_path / "results" / "rank1.jsonl").exists)
-        [job] = told(events.JobStarted)
-        [store] = [pid for pid in processes.children(job.pid) if comm(pid) == "tp-store"]
+        [store] = [pid for pid, name in processes_of(run_dir).items() if name == "tp-store"]
         os.kill(store, signal.SIGKILL)
         wait_for(lambda: "store has ended" in (tmp_path / "output.txt").read_text())
         os.kill(told(events.WorkerAssigned)[1].pid, signal.SIGKILL)
-
-    def comm(pid: int) -> str:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
 
     script = [*EXAMPLE["gpt"], "--steps", "3000"]
     run = tpwrap(tmp_path, script, nodes=2, spares=1, during=kill_store_then_rank)
@@ -163,4 +145,4 @@ def test_a_failure_after_the_store_was_lost_ends_the_job_at_once(tmp_path: Path)
     last = run.output.strip().splitlines()[-1]
     assert "killed by signal 9" in last
     assert "store has ended" in last
-    assert processes_of(run) == []
+    assert processes_of(run.run_dir) == {}

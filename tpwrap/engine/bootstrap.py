@@ -15,7 +15,7 @@ import runpy
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -49,6 +49,19 @@ def preload() -> None:
     _loaded = True
 
 
+def load(modules: Iterable[str]) -> None:
+    """Import what the script will import. The random state of torch stays what it was."""
+    import torch
+
+    state = torch.get_rng_state()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception:  # a module that only works inside the script is no reason to be less warm
+            continue
+    torch.set_rng_state(state)
+
+
 def _become_ranked() -> Any:
     """Connect, report warm, wait for `Assign`; returns the Runtime."""
     from tpwrap.control.messages import Assign, CoordinatorToWorker, Warm, WarmReady
@@ -79,11 +92,7 @@ def _become_ranked() -> Any:
     while True:
         message = inbox.get()
         if isinstance(message, Warm):
-            for name in message.modules:
-                try:
-                    importlib.import_module(name)
-                except Exception:  # a module that only works inside the script is no reason to be less warm
-                    continue
+            load(message.modules)
         elif isinstance(message, Assign):
             break
     environ.update(message.env)

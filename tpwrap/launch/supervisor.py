@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import traceback
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from tpwrap.control.messages import (
     SetupDone,
     Shutdown,
     ToWorker,
+    Warm,
     WarmReady,
     WorkerExited,
     WorkerMessage,
@@ -41,9 +41,9 @@ from tpwrap.control.messages import (
 from tpwrap.control.sidecars import SidecarServer
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.launch import processes, verdict, zygote
-from tpwrap.launch.interpreter import module_command
 from tpwrap.launch.logs import Labels, LogFiles, Relay, Writer
 from tpwrap.launch.node import NodeSpec
+from tpwrap.launch.nursery import Nursery
 from tpwrap.launch.reaper import Reaper
 from tpwrap.launch.worker import Worker, WorkerLink
 
@@ -94,9 +94,7 @@ class Supervisor:
         self._link: CoordinatorLink | None = None
         self._outbox: list[FromWorker | WorkerExited] = []
         """what workers said before the coordinator was reached"""
-        self._zygote = zygote_socket
-        self._zygote_pid = zygote_pid
-        self._spawn_lock = asyncio.Lock()
+        self._inherited = (zygote_socket, zygote_pid)
         self._tasks: set[asyncio.Task[None]] = set()
         self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
@@ -107,6 +105,10 @@ class Supervisor:
         self._writer = Writer()
         self._files = LogFiles(Path(self.spec.log_dir))
         self._reaper = Reaper()
+        self._nursery = Nursery(self.spec, self._reaper, self._say, self.timeouts.warm)
+        inherited, pid = self._inherited
+        if inherited is not None:
+            self._nursery.adopt(inherited, pid)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._told_to_end, number)
         if self.spec.slurm:
@@ -212,8 +214,7 @@ class Supervisor:
             server.close()
         for task in self._tasks:
             task.cancel()
-        if self._zygote is not None:
-            self._zygote.close()
+        self._nursery.close()
         # Whatever the workers have started and left behind is below us too, because we are its subreaper.
         for _ in range(50):
             if not processes.kill_family(os.getpid()):
@@ -261,71 +262,59 @@ class Supervisor:
     async def _start(self, slot: Slot) -> None:
         if slot.failed_starts:
             await asyncio.sleep(_FIRST_BACKOFF * 2 ** (slot.failed_starts - 1))
-        name = f"n{self.spec.node}s{slot.index}w{slot.started}"
-        slot.started += 1
-        worker = Worker(name, slot.index, Labels(f"node {self.spec.node} warm", f"node{self.spec.node}"))
-        self.workers[name] = worker
-        slot.warm = worker
-        try:
-            await self._spawn(worker)
-        except OSError as e:
-            self._say(f"node {self.spec.node}: cannot start a worker: {e}")
+        for attempt in range(_START_ATTEMPTS):
+            worker = self._new_worker(slot)
+            try:
+                await self._spawn(worker)
+                break
+            except zygote.ZygoteLost as e:
+                # Another zygote is on its way. Should it have forked the worker before it was lost: that one is refused
+                # and ends, since its name is given to nobody.
+                if attempt < _START_ATTEMPTS - 1 and not self.ending:
+                    del self.workers[worker.name]
+                    continue
+                why = f"the process that forks workers was lost ({e})"
+            except OSError as e:
+                why = str(e)
+            self._say(f"node {self.spec.node}: cannot start a worker: {why}")
+            slot.starting = False
             self._exited(worker, 1)
             return
-        finally:
-            slot.starting = False
+        slot.starting = False
         if self.ending:  # it was not there yet when the others were asked to end
             worker.terminate()
         await asyncio.sleep(self.timeouts.warm)
         if not worker.warm and worker.returncode is None:
-            self._say(f"node {self.spec.node}: {name} is not warm after {self.timeouts.warm:g} s; killing it")
+            self._say(f"node {self.spec.node}: {worker.name} is not warm after {self.timeouts.warm:g} s; killing it")
             worker.kill()
+
+    def _new_worker(self, slot: Slot) -> Worker:
+        name = f"n{self.spec.node}s{slot.index}w{slot.started}"
+        slot.started += 1
+        slot.warm = Worker(name, slot.index, Labels(f"node {self.spec.node} warm", f"node{self.spec.node}"))
+        self.workers[name] = slot.warm
+        return slot.warm
 
     async def _spawn(self, worker: Worker) -> None:
         """Have the zygote start the process of `worker`."""
         command = self.spec.command
         cpus = self.spec.cpus[worker.slot] if self.spec.cpus else []
-        request = zygote.SpawnRequest(command.argv, command.python, self._environment(worker), cpus)
-        loop = asyncio.get_running_loop()
+        request = zygote.Spawn(command.argv, command.python, self._environment(worker), cpus)
         ends: list[int] = []
         try:
             out_read, out_write = os.pipe()
             ends += [out_read, out_write]
             err_read, err_write = os.pipe()
             ends += [err_read, err_write]
-            async with self._spawn_lock:
-                with self._reaper.expecting():
-                    sock = self._ready_zygote()
-                    try:
-                        reply = await loop.run_in_executor(None, zygote.request, sock, request, out_write, err_write)
-                    except zygote.ZygoteLost as e:
-                        self._zygote = None
-                        raise OSError(f"the process that forks workers was lost: {e}") from None
-                    if not reply.pid:
-                        raise OSError(reply.error)
-                    worker.pid = reply.pid
-                    self._reaper.watch(reply.pid, lambda code: self._exited(worker, code))
+            worker.pid = await self._nursery.fork(
+                request, out_write, err_write, lambda code: self._exited(worker, code)
+            )
             for fd, terminal in ((out_read, 1), (err_read, 2)):
                 worker.relays.append(Relay(fd, terminal, worker.labels, self._writer, self._files))
                 ends.remove(fd)
         finally:
             for fd in ends:
                 os.close(fd)
-
-    def _ready_zygote(self) -> socket.socket:
-        if self._zygote is None:
-            ours, theirs = socket.socketpair()
-            preload = "preload" if self.spec.command.python is not None else "bare"
-            process = subprocess.Popen(
-                module_command("tpwrap.launch.zygote", str(theirs.fileno()), preload),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=self.spec.env | {"OMP_NUM_THREADS": "1"},
-            )
-            theirs.close()
-            self._zygote, self._zygote_pid = ours, process.pid
-            process.returncode = 0  # the reaper waits for it
-        return self._zygote
 
     def _environment(self, worker: Worker) -> dict[str, str]:
         env = dict(self.spec.env)
@@ -353,6 +342,8 @@ class Supervisor:
             return  # it has ended, and its exit is on the way to the coordinator
         if isinstance(message.message, Assign):
             self._promote(worker, message.message.rank)
+        elif isinstance(message.message, Warm):
+            self._nursery.learn(message.message.modules)
         elif isinstance(message.message, Bye):
             worker.leaving = True
         worker.send(message.message)
@@ -388,6 +379,8 @@ class Supervisor:
             slot.failed_starts = 0
         elif isinstance(message, SetupDone | Resumed):
             worker.settled = True
+            if isinstance(message, SetupDone):
+                self._nursery.learn(message.modules)
         elif isinstance(message, Finished | Failed):
             worker.leaving = True
         self._post(FromWorker(worker.slot, worker.name, message))
@@ -440,8 +433,8 @@ class Supervisor:
 
     async def _kill_left_behind(self) -> None:
         """Kill what dead workers leave: data loaders, children of a shell. All of it has become our own."""
-        async with self._spawn_lock:  # a worker that is being made would look like such a leftover
-            known = {w.pid for w in self.workers.values()} | {self._zygote_pid}
+        async with self._nursery.lock:  # a worker that is being made would look like such a leftover
+            known = {w.pid for w in self.workers.values()} | {self._nursery.pid}
             for pid in processes.children(os.getpid()):
                 # A service that a living worker has started and let go of says so in its environment.
                 if pid in known or processes.variable(pid, "TORCHPASS_WORKER") in self.workers:
@@ -468,6 +461,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.timeouts.hung / 10)
+            self._nursery.watch_stopped(self.timeouts.hung)
             for worker in list(self.workers.values()):
                 if not worker.is_stopped():
                     worker.stopped_since = None

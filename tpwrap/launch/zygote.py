@@ -10,12 +10,14 @@ of the worker's output (SCM_RIGHTS). The zygote ends when the supervisor's end o
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -27,7 +29,7 @@ _GO = b"F"
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-class SpawnRequest(msgspec.Struct, frozen=True):
+class Spawn(msgspec.Struct, frozen=True, tag=True):
     """Start a worker. python: arguments after `python` for a forked one; None: execute `argv`.
 
     cpus: the processors it may use; empty: those of the zygote.
@@ -39,26 +41,32 @@ class SpawnRequest(msgspec.Struct, frozen=True):
     cpus: list[int] = []
 
 
-class SpawnReply(msgspec.Struct, frozen=True):
-    """pid of the worker, or 0 and why there is none."""
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Import these modules, so that all workers forked from now on have them."""
+
+    modules: list[str]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """To `Spawn`: the worker's pid, or 0 and the problem. To `Load`: a problem if the zygote must not fork any more."""
 
     pid: int
-    error: str = ""
+    problem: str = ""
 
 
-_request_decoder = msgspec.msgpack.Decoder(SpawnRequest)
-_reply_decoder = msgspec.msgpack.Decoder(SpawnReply)
+_request_decoder: msgspec.msgpack.Decoder[Spawn | Load] = msgspec.msgpack.Decoder(Spawn | Load)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
 class ZygoteLost(Exception):
     """The zygote has ended."""
 
 
-def request(sock: socket.socket, spawn: SpawnRequest, stdout: int, stderr: int) -> SpawnReply:
-    """Ask a zygote for a worker (blocking; called from a thread of the supervisor)."""
+def request(sock: socket.socket, what: Spawn | Load, stdout: int, stderr: int) -> Reply:
+    """Ask a zygote (blocking; called from a thread of the supervisor)."""
     try:
         socket.send_fds(sock, [_GO], [stdout, stderr])
-        wire.send_blocking(sock, spawn)
+        wire.send_blocking(sock, what)
     except OSError as e:
         raise ZygoteLost(str(e)) from None
     reply = wire.receive_blocking(sock, _reply_decoder)
@@ -89,13 +97,16 @@ def serve(sock: socket.socket) -> int:
         signal.signal(number, signal.SIG_IGN)
     while True:
         go, fds, _, _ = socket.recv_fds(sock, len(_GO), 2)
-        spawn = wire.receive_blocking(sock, _request_decoder) if go else None
-        if spawn is None:
+        asked = wire.receive_blocking(sock, _request_decoder) if go else None
+        if asked is None:
             return 0
-        try:
-            reply = SpawnReply(_fork_twice(spawn, fds, sock))
-        except OSError as e:
-            reply = SpawnReply(0, f"cannot fork: {e.strerror}")
+        if isinstance(asked, Load):
+            reply = Reply(0, _load(asked.modules, fds))
+        else:
+            try:
+                reply = Reply(_fork_twice(asked, fds, sock))
+            except OSError as e:
+                reply = Reply(0, f"cannot fork: {e.strerror}")
         for fd in fds:
             os.close(fd)
         try:
@@ -104,7 +115,48 @@ def serve(sock: socket.socket) -> int:
             return 0
 
 
-def _fork_twice(spawn: SpawnRequest, fds: list[int], sock: socket.socket) -> int:
+def _load(modules: Sequence[str], fds: Sequence[int]) -> str:
+    """Import `modules`; what they print goes to the output `fds`. Returns why this process must not fork any more, if
+    so."""
+    if not modules:
+        return ""
+    threads = _threads()
+    with _output_to(fds):
+        from tpwrap.engine import bootstrap
+
+        bootstrap.load(modules)
+    started = _threads() - threads
+    if started > 0:
+        return f"of the script's modules, some start threads ({started}), which a fork would not have"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "of the script's modules, one makes a CUDA context, which a fork could not use"
+    # As in the template: what lives now is not to be copied by collections in every worker.
+    gc.collect()
+    gc.freeze()
+    return ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@contextlib.contextmanager
+def _output_to(fds: Sequence[int]) -> Iterator[None]:
+    saved = [os.dup(fd) for fd in (1, 2)]
+    try:
+        for target, fd in enumerate(fds, start=1):
+            os.dup2(fd, target)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for target, fd in enumerate(saved, start=1):
+            os.dup2(fd, target)
+            os.close(fd)
+
+
+def _fork_twice(spawn: Spawn, fds: list[int], sock: socket.socket) -> int:
     """Fork the worker from a child that ends at once; returns the worker's pid."""
     read_end, write_end = os.pipe()
     try:
@@ -167,7 +219,7 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _become_worker(spawn: SpawnRequest, fds: list[int]) -> None:
+def _become_worker(spawn: Spawn, fds: list[int]) -> None:
     devnull = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((devnull, 0), (fds[0], 1), (fds[1], 2)):
         os.dup2(source, target)
@@ -222,8 +274,9 @@ def _own_randomness_and_threads() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: FD MODE (see the template). A zygote of its own: there is no template, or its fork died."""
-    fd, mode = arguments
+    """arguments: FD MODE NAME (see the template). A zygote of its own: there is no template, or its fork died."""
+    fd, mode, name = arguments
+    processes.set_name(name)
     processes.die_with_parent(os.getppid())
     if mode == "preload":
         from tpwrap.engine import bootstrap
