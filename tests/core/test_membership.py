@@ -22,6 +22,7 @@ from tpwrap.core.state import (
     Observation,
     Said,
     Send,
+    SlotBroken,
     Stage,
     Stop,
     StoreLost,
@@ -520,6 +521,70 @@ def test_a_slot_without_warm_worker_is_given_up_for_a_spare() -> None:
     play.release(20)
     assert play.state.ranks[1].place == (2, 0)
     assert play.state.stage is Stage.RESTORING
+
+
+def broken(play: Play, node: int, returncode: int = 7) -> list[Action]:
+    return play.see(SlotBroken(node, 0, "3 in a row ended before they were ready", returncode))
+
+
+def test_a_slot_that_is_reported_broken_is_left_at_once() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.die(1)
+    play.release(20)
+    assert play.state.stage is Stage.PLACING
+    broken(play, 1)
+    play.release(20)
+    assert play.state.ranks[1].place == (2, 0)
+    assert play.state.stage is Stage.RESTORING
+
+
+def test_a_slot_that_is_reported_broken_while_survivors_let_go_is_left_in_the_same_recovery() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    play.die(1)
+    assert not sent(broken(play, 1), m.Release)
+    play.release(20)
+    assert (play.state.ranks[1].place, play.state.generation) == ((2, 0), 1)
+
+
+def test_a_broken_slot_beside_a_living_rank_disturbs_nobody() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    actions = broken(play, 1)
+    assert not [a for a in actions if isinstance(a, Send)]
+    assert "slot 0 has no warm worker: 3 in a row" in emitted(actions, events.Notice)[0].text
+    play.die(1)
+    play.warm(1)  # its supervisor has tried again
+    play.heal(20)
+    assert play.state.ranks[1].place == (1, 0)
+
+
+def test_a_broken_spare_is_not_chosen_unless_it_comes_round() -> None:
+    play = Play(Job(nodes=2, spares=2))
+    broken(play, 2)
+    play.see(NodeLost(0, "power"))
+    play.release(20)
+    assert play.state.ranks[0].place == (3, 0)
+    play = Play(Job(nodes=2, spares=1))
+    broken(play, 2)
+    play.warm(2)
+    play.see(NodeLost(0, "power"))
+    play.release(20)
+    assert play.state.ranks[0].place == (2, 0)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_command_that_never_becomes_a_worker_ends_the_job_with_its_code(early: bool) -> None:
+    """Also where the news comes before the last supervisor has joined and it is known who trains."""
+    play = Play(Job(nodes=2, spares=1), start=False)
+    actions: list[Action] = []
+    for node in range(3):
+        actions += play.join(node)
+        if early and node < 2:
+            actions += broken(play, node)
+    for node in range(3):
+        actions += broken(play, node)
+    end = ending(actions)
+    assert end.exit_code == 7
+    assert "never becomes a worker" in end.reason
 
 
 def test_a_warm_worker_that_comes_later_is_waited_for() -> None:

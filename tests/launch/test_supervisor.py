@@ -151,11 +151,24 @@ def test_zygote_that_is_lost_again_and_again_is_replaced_in_the_end(tpwrap: Star
     assert run.wait() == 130
 
 
-def test_command_that_always_dies_ends_the_job(tpwrap: Start) -> None:
-    run = tpwrap("--failure-timeout", "0.5", "bash", "-c", "echo before; exit 7")
-    run.until(lambda: "3 in a row ended before they were ready" in run.text(), "the verdict")
-    assert "(the last exited with code 7)" in run.text()
-    assert run.text().count("before") >= 3
+def test_command_that_always_dies_ends_the_job_with_its_code(tpwrap: Start) -> None:
+    run = tpwrap("--nodes", "2", "--spares", "1", "bash", "-c", "echo before; exit 7")
+    assert run.wait(30) == 7
+    assert "3 in a row ended before they were ready (the last exited with code 7)" in run.text()
+    assert "exit code 7: the command never becomes a worker" in run.text()
+    assert run.text().count("before") >= 9
+
+
+def test_slot_that_brings_nobody_up_is_left_at_once(tpwrap: Start, tmp_path: Path) -> None:
+    """The rank's process dies, and the command cannot be run any more on its node."""
+    standin = " ".join(STANDIN)
+    broken = tmp_path / "broken"
+    script = f"[ $TORCHPASS_NODE = 0 ] && [ -e {broken} ] && exit 7; exec {standin} wait"
+    run = tpwrap("--nodes", "2", "--spares", "1", "--no-warm", "bash", "-c", script)
+    run.until(lambda: run.text().count("incarnation 0") == 2, "both ranks")
+    broken.touch()
+    os.kill(next(e.pid for e in run.events() if isinstance(e, events.WorkerAssigned) and e.rank == 0), signal.SIGKILL)
+    run.until(lambda: "node 2 takes over rank 0 from node 0" in run.text(), "the move", 30)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
 

@@ -36,6 +36,7 @@ from tpwrap.core.state import (
     Observation,
     Said,
     Send,
+    SlotBroken,
     Stop,
     StoreLost,
     Tick,
@@ -298,6 +299,8 @@ def _understood(node: int, message: m.SupervisorMessage) -> Observation:
             return Said(node, slot, worker, said)
         case m.WorkerExited(_, worker, returncode, hung):
             return Exited(node, worker, returncode, hung)
+        case m.SlotFailed(slot, how, returncode):
+            return SlotBroken(node, slot, how, returncode)
         case m.Leaving(signal):
             return Stop(signal)
         case _:

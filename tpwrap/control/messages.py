@@ -293,6 +293,17 @@ class WorkerExited(Message, frozen=True):
     """True when the supervisor killed it because it was stopped or silent for too long"""
 
 
+class SlotFailed(Message, frozen=True):
+    """This slot brings no worker up: the supervisor has tried several times and tries no more.
+
+    how: in words. returncode: of the last attempt, as in subprocess.
+    """
+
+    slot: int
+    how: str
+    returncode: int
+
+
 class FromWorker(Message, frozen=True):
     slot: int
     worker: str
@@ -320,5 +331,5 @@ class Shutdown(Message, frozen=True):
     exit_code: int | None = None
 
 
-SupervisorMessage: TypeAlias = Hello | Leaving | Heartbeat | WorkerExited | FromWorker
+SupervisorMessage: TypeAlias = Hello | Leaving | Heartbeat | WorkerExited | SlotFailed | FromWorker
 CoordinatorMessage: TypeAlias = ToWorker | Kill | Shutdown | Heartbeat

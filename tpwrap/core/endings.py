@@ -66,6 +66,10 @@ def no_place(state: State, choice: Unplaceable) -> Ending:
     view = state.ranks[choice.rank]
     if choice.repeated and view.failed is not None:
         return by_script(view.failed, f"{choice.reason}; giving up: the script is at fault")
+    if state.broken and not state.workers and not state.gone:
+        last = list(state.broken.values())[-1]
+        code = last.returncode if last.returncode > 0 else 1
+        return code, f"the command never becomes a worker, in no slot: {last.how}", ""
     return OUT_OF_SPARES, choice.reason, ""
 
 

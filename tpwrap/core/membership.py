@@ -28,6 +28,7 @@ from tpwrap.core.state import (
     Observation,
     Rank,
     Said,
+    SlotBroken,
     Stage,
     State,
     Stop,
@@ -94,6 +95,8 @@ def transition(state: State, observation: Observation, now: float) -> Transition
             _node_lost(d, {node: how})
         case Exited():
             _exited(d, observation)
+        case SlotBroken():
+            _slot_broken(d, observation)
         case Said():
             _said(d, observation)
         case Tick():
@@ -128,7 +131,9 @@ def _start_again(d: Draft) -> None:
         if d.state.stage is Stage.STARTING:
             d.set(since=d.now)
             _arrange(d)
-            _assign_first(d)
+            _leave_broken_slots(d)
+            if d.state.stage is Stage.STARTING:
+                _assign_first(d)
         elif d.state.stage is Stage.RELEASING and not d.state.awaiting:
             recovery.decide(d)
 
@@ -218,6 +223,35 @@ def _lose_processes(d: Draft, losses: dict[int, Loss], fence: bool) -> None:
     recovery.begin(d, "; ".join(f"rank {rank}: {loss.cause}" for rank, loss in losses.items()))
 
 
+def _slot_broken(d: Draft, seen: SlotBroken) -> None:
+    if d.state.nodes[seen.node].status is not NodeStatus.UP:
+        return
+    place = (seen.node, seen.slot)
+    d.emit(events.Notice("warning", f"node {seen.node}: slot {seen.slot} has no warm worker: {seen.how}"))
+    if any(view.place == place and view.worker is not None for view in d.state.ranks.values()):
+        return  # its supervisor tries again when that worker ends
+    d.set(broken={**d.state.broken, place: seen})
+    _leave_broken_slots(d)
+
+
+def _leave_broken_slots(d: Draft) -> None:
+    """Whoever waits for a worker in a slot that brings none up needs another slot, and need not wait any longer."""
+    if not d.state.all_joined():
+        return
+    waiting: dict[int, Loss] = {}
+    for rank, view in d.state.ranks.items():
+        broken = d.state.broken.get(view.place)
+        if broken is None or view.worker is not None:
+            continue
+        loss = Loss("slot", f"of its new workers, {broken.how}")
+        if view.loss is None:
+            waiting[rank] = loss
+        elif view.loss.kind == "process":
+            d.put_rank(rank, loss=loss)
+    if waiting:
+        _lose_processes(d, waiting, fence=False)
+
+
 def _said(d: Draft, seen: Said) -> None:
     if d.state.nodes[seen.node].status is not NodeStatus.UP or seen.worker in d.state.gone:
         return
@@ -240,6 +274,8 @@ def _warm(d: Draft, seen: Said, message: m.WarmReady) -> None:
     if seen.worker in d.state.workers or not 0 <= seen.slot < d.state.nodes[seen.node].slots:
         return
     d.put_worker(Worker(seen.worker, seen.node, seen.slot, message.pid, message.address))
+    if (seen.node, seen.slot) in d.state.broken:
+        d.set(broken={place: how for place, how in d.state.broken.items() if place != (seen.node, seen.slot)})
     if d.state.modules:
         d.send(seen.worker, m.Warm(list(d.state.modules)))
     if d.state.stage is Stage.STARTING:

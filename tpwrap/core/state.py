@@ -66,6 +66,16 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class SlotBroken:
+    """A slot brings no worker up: how the attempts ended, and the return code of the last one."""
+
+    node: int
+    slot: int
+    how: str
+    returncode: int
+
+
+@dataclass(frozen=True)
 class Said:
     """A worker has sent a message."""
 
@@ -92,7 +102,7 @@ class StoreLost:
     """The rendezvous store has ended: no new communicator can be made."""
 
 
-Observation: TypeAlias = Joined | Heard | NodeLost | Exited | Said | Tick | Stop | StoreLost
+Observation: TypeAlias = Joined | Heard | NodeLost | Exited | SlotBroken | Said | Tick | Stop | StoreLost
 
 # --- what it answers -------------------------------------------------------------------------------
 
@@ -280,6 +290,8 @@ class State:
     gone: frozenset[str] = frozenset()
     """workers that ended or were fenced: whatever still arrives from them is dropped"""
     bad_slots: frozenset[Place] = frozenset()
+    broken: Mapping[Place, SlotBroken] = field(default_factory=dict)
+    """slots that bring no worker up, as long as none comes from there after all"""
     generation: int = 0
     plan: Plan | None = None
     awaiting: frozenset[int] = frozenset()
@@ -322,7 +334,7 @@ class State:
 
     def free_slots(self) -> dict[int, list[int]]:
         """node -> slots that are up, hold no rank and are not given up."""
-        taken = self.taken() | self.bad_slots
+        taken = self.taken() | self.bad_slots | self.broken.keys()
         return {
             node: [slot for slot in range(self.nodes[node].slots) if (node, slot) not in taken]
             for node in self.up_nodes()

@@ -32,6 +32,7 @@ from tpwrap.control.messages import (
     Resumed,
     SetupDone,
     Shutdown,
+    SlotFailed,
     ToWorker,
     Warm,
     WarmReady,
@@ -92,7 +93,7 @@ class Supervisor:
         self._ended = asyncio.Event()
         self._servers: list[asyncio.Server | SidecarServer] = []
         self._link: CoordinatorLink | None = None
-        self._outbox: list[FromWorker | WorkerExited] = []
+        self._outbox: list[FromWorker | WorkerExited | SlotFailed] = []
         """what workers said before the coordinator was reached"""
         self._inherited = (zygote_socket, zygote_pid)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -386,7 +387,7 @@ class Supervisor:
         self._post(FromWorker(worker.slot, worker.name, message))
         self._fill(slot)
 
-    def _post(self, message: FromWorker | WorkerExited) -> None:
+    def _post(self, message: FromWorker | WorkerExited | SlotFailed) -> None:
         if self._link is None:
             self._outbox.append(message)
         else:
@@ -424,10 +425,8 @@ class Supervisor:
             slot.failed_starts = 0 if worker.warm else slot.failed_starts + 1
             if slot.failed_starts >= _START_ATTEMPTS and not self.ending:
                 how = describe_exit(returncode)
-                self._say(
-                    f"node {self.spec.node}: slot {slot.index} has no warm worker: {slot.failed_starts} in a "
-                    f"row ended before they were ready (the last {how}); see {self.spec.log_dir}"
-                )
+                how = f"{slot.failed_starts} in a row ended before they were ready (the last {how})"
+                self._post(SlotFailed(slot.index, f"{how}; see {self.spec.log_dir}", returncode))
         self._fill(slot)
         await self._kill_left_behind()
 
