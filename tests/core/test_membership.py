@@ -336,6 +336,14 @@ def test_an_idle_spare_dies_and_nobody_is_disturbed() -> None:
     assert list(sent(play.release(20), m.Assign)) == ["n4s0w4"]
 
 
+def test_an_idle_spare_that_is_a_buddy_dies_and_nobody_waits_for_it() -> None:
+    play = Play(Job(nodes=2, spares=2))
+    assert [play.state.ranks[rank].buddies for rank in (0, 1)] == [(1, 2), (0, 2)]
+    actions = play.see(NodeLost(2, "power"))
+    assert sent(actions, m.BuddyLost) == {"n0s0w0": m.BuddyLost("side:2"), "n1s0w0": m.BuddyLost("side:2")}
+    assert not emitted(actions, events.FailoverStarted)
+
+
 def test_an_idle_spare_that_was_the_last_buddy_is_replaced_as_buddy() -> None:
     play = Play(Job(nodes=1, nproc_per_node=2, spares=1))
     assert play.state.ranks[0].buddies == (1,)

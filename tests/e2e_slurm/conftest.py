@@ -130,8 +130,7 @@ def bed(plugin: Path) -> Iterator[Bed]:
         nodes=5,
         gpus=4,
         plugin=[f"optional {plugin}"],
-        prolog=REPOSITORY / "slurm_plugin" / "prolog",
-        epilog=REPOSITORY / "slurm_plugin" / "epilog",
+        **{name: script for name in ("prolog", "epilog") if (script := REPOSITORY / "slurm_plugin" / name).exists()},
         slurm_conf=["SlurmdTimeout=15", "KillOnBadExit=1", "WaitTime=3"],
         expose=[plugin.parent],
     ) as opened:

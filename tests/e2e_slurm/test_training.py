@@ -11,6 +11,7 @@ from tests.e2e.conftest import Run
 from tests.e2e_slurm.conftest import GPT, submit
 from tpwrap.core import events
 
+pytestmark = pytest.mark.timeout(300)
 Oracle = Callable[..., Run]
 
 
@@ -122,3 +123,42 @@ def test_a_spare_dies_idle_and_then_a_node(bed: Bed, undisturbed: Oracle) -> Non
     job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
     assert f"spare {spare} lost" in shown["Comment"]
     assert "spares=0/2" in shown["Comment"]
+
+
+def test_the_batch_host_dies(bed: Bed, undisturbed: Oracle) -> None:
+    """The script and srun are gone with it; training goes on to its end, and the job does not stay behind empty."""
+    job = submit(bed, tpwrap_options="--coordinator n2")
+    job.wait_step(20)
+    assert sorted(job.spares()) == ["n1", "n2"]
+    bed.kill("n1")
+    job.end("CANCELLED")
+    job.assert_equal(undisturbed("gpt-slurm", GPT), set())
+    assert "training has finished, but the batch script was lost" in (job.run_dir / "launcher.log").read_text()
+
+
+def test_the_coordinators_node_dies(bed: Bed) -> None:
+    """No other process can decide yet, so the job is lost; it must end, though, and free its nodes."""
+    job = submit(bed, tpwrap_options="--coordinator n2")
+    job.wait_step(20)
+    bed.kill("n2")
+    shown = job.end("FAILED")
+    assert shown["ExitCode"] == "76:0"
+    assert "the coordinator is lost" in job.output
+
+
+@pytest.mark.xfail(reason="the coordinator cannot move to another supervisor yet", strict=True)
+def test_training_survives_the_coordinators_node(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(20)
+    bed.kill("n1")
+    job.end("CANCELLED", 60)
+    job.assert_equal(undisturbed("gpt-slurm", GPT), set())
+
+
+def test_batch_host_and_coordinator_die_together(bed: Bed) -> None:
+    """Nothing is left that could end the job but the supervisors of the other nodes: it is requeued."""
+    job = submit(bed)
+    job.wait_step(20)
+    bed.kill("n1")
+    bed.wait(lambda: bed.job(job.id)["Restarts"] == "1", "the job is requeued", 60)
+    bed.run(["scancel", str(job.id)])

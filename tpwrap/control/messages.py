@@ -250,7 +250,14 @@ class Bye(Message, frozen=True):
     """Every rank has finished: exit with 0."""
 
 
-CoordinatorToWorker: TypeAlias = Plan | Assign | Release | Resume | InjectAck | Warm | Look | Bye
+class BuddyLost(Message, frozen=True):
+    """The node whose sidecar server is at `address` is lost. Whoever waits for its acknowledgement must not: behind a
+    cut link nothing ever comes, not even the end of the connection."""
+
+    address: str
+
+
+CoordinatorToWorker: TypeAlias = Plan | Assign | Release | Resume | InjectAck | Warm | Look | BuddyLost | Bye
 
 # --- supervisor <-> coordinator ---------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ def _node_lost(d: Draft, lost: dict[int, str]) -> None:
         failed += ranks
         if not ranks:
             d.emit(events.SpareLost(node, how, len(d.state.spare_nodes())))
+            _tell_of_lost_buddy(d, node)
     if failed:
         what = "; ".join(f"node {node} is lost ({how})" for node, how in lost.items())
         recovery.begin(d, what)
@@ -180,6 +181,12 @@ def _node_lost(d: Draft, lost: dict[int, str]) -> None:
         _keep_buddies(d)
     else:
         _start_again(d)
+
+
+def _tell_of_lost_buddy(d: Draft, node: int) -> None:
+    for rank, view in d.state.ranks.items():
+        if node in view.buddies:
+            d.send_rank(rank, m.BuddyLost(d.state.nodes[node].sidecars))
 
 
 def _keep_buddies(d: Draft) -> None:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tpwrap.control.messages import (
     Assign,
+    BuddyLost,
     Bye,
     CommError,
     CoordinatorToWorker,
@@ -171,6 +172,8 @@ class Runtime:
                 self._recovery.post(message)
         elif isinstance(message, InjectAck):
             self.injector.answer(message)
+        elif isinstance(message, BuddyLost):
+            self.publisher.drop(message.address)
         elif isinstance(message, Look):
             self.send(self._lookout.look(self.generation, self.step))
         elif isinstance(message, Bye):

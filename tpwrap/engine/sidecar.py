@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from typing import Any
 
@@ -31,6 +32,7 @@ class Publisher:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._addresses: list[str] = []
+        self._connections: dict[str, socket.socket] = {}
         self._kept: dict[int, bytes] = {}
         self._sequence = 0
         self.generation = 0
@@ -51,14 +53,25 @@ class Publisher:
             if addresses == self._addresses:
                 return
             self._native.clear()
+            for old in self._connections.values():
+                old.close()
+            self._connections = {}
             self._addresses = addresses
             for address in addresses:
                 with contextlib.suppress(OSError):
                     connection = sidecars.connect(address, self._key, b"P", self._timeout)
                     self._native.add(os.dup(connection.fileno()))
-                    connection.close()
+                    self._connections[address] = connection
             for step, blob in sorted(self._kept.items()):
                 self._send(step, blob)
+
+    def drop(self, address: str) -> None:
+        """The buddy at `address` is lost: nobody waits for it any longer. Without the lock, which a thread that is
+        stuck in sending to this very buddy may hold."""
+        connection = self._connections.get(address)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self, seconds: float) -> None:
         """Until every live buddy has what was published last. Raises TimeoutError."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 import shlex
 import signal
@@ -40,6 +41,8 @@ from tpwrap.report import story
 from tpwrap.slurm import ending, helper, probe, reporter
 from tpwrap.slurm.commands import SlurmError
 from tpwrap.slurm.step import Step
+
+log = logging.getLogger(__name__)
 
 KEY = "TORCHPASS_KEY"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -426,3 +429,4 @@ def _end_job(step: Step, finished: bool) -> None:
     except SlurmError as e:
         told = f"job {step.job_id} has lost its batch script and cannot be ended: {e}; use scancel {step.job_id}"
     os.write(2, f"torchpass: {told}\n".encode())
+    log.warning("%s", told)  # srun, which would show the line, is most likely gone
