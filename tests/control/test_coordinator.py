@@ -269,12 +269,12 @@ def test_a_silent_supervisor_is_lost_and_fenced(tmp_path: Path) -> None:
 def test_the_second_observer_is_believed_at_once(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         await rig.up(1)
-        rig.coordinator.supervisor_died(0, "killed by signal 9")
-        rig.coordinator.supervisor_died(0, "killed by signal 9")
+        rig.coordinator.supervisor_died(0, "killed by SIGKILL")
+        rig.coordinator.supervisor_died(0, "killed by SIGKILL")
 
     verdict, _ = play(tmp_path, Job(nodes=1), story)
     assert verdict.exit_code == 75
-    assert "killed by signal 9" in verdict.reason
+    assert "killed by SIGKILL" in verdict.reason
     assert "--spares 1" in verdict.reason
 
 

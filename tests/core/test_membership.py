@@ -188,7 +188,7 @@ def test_the_way_of_a_failure_in_order() -> None:
     actions = play.die(1)
     assert sent(actions, m.Release).keys() == {"n0s0w0", "n2s0w2", "n3s0w3"}
     assert not [a for a in actions if isinstance(a, KillWorker)]  # it is dead already
-    assert emitted(actions, events.RankFailed)[0].cause == "its worker was killed by signal 9"
+    assert emitted(actions, events.RankFailed)[0].cause == "its worker was killed by SIGKILL"
     play.say(0, m.Released(1, 21, 0.0))
     play.say(2, m.Released(1, 20, 0.0))
     actions = play.say(3, m.Released(1, 20, 0.0))
@@ -694,7 +694,7 @@ def test_without_the_store_training_goes_on_and_the_next_failure_ends_the_job_at
     actions = play.die(1)
     [end] = [action for action in actions if isinstance(action, End)]
     assert end.exit_code == 70
-    assert "killed by signal 9" in end.reason
+    assert "killed by SIGKILL" in end.reason
     assert "store has ended" in end.reason
 
 

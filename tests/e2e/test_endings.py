@@ -143,6 +143,6 @@ def test_a_failure_after_the_store_was_lost_ends_the_job_at_once(tmp_path: Path)
     run = tpwrap(tmp_path, script, nodes=2, spares=1, during=kill_store_then_rank)
     assert run.code == 70
     last = run.output.strip().splitlines()[-1]
-    assert "killed by signal 9" in last
+    assert "killed by SIGKILL" in last
     assert "store has ended" in last
     assert processes_of(run.run_dir) == {}

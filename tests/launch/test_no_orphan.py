@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from running import STANDIN, Run
@@ -94,3 +95,24 @@ def test_run_directory_is_private_and_its_key_does_not_stay(tpwrap: Start) -> No
     assert run.wait(20) == 130
     left = {name for name in os.listdir(run.dir) if not name.startswith("came")}
     assert left == {"events.jsonl", "launcher.log", "logs", "node0", "node1", "node2"}
+
+
+def test_a_run_directory_that_was_there_keeps_its_mode_and_the_secrets_in_it_are_private(
+    tpwrap: Start, tmp_path: Path
+) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    given.chmod(0o755)
+    (given / "key").write_text("of an earlier run that was killed")
+    (given / "key").chmod(0o644)
+    (given / "node1").mkdir(mode=0o755)
+    run = tpwrap("--run-dir", str(given), *ARGUMENTS, "wait")
+    ready(run)
+    assert given.stat().st_mode & 0o777 == 0o755
+    assert (given / "key").stat().st_mode & 0o777 == 0o600
+    sockets = list(given.rglob("socket"))
+    assert {path.parent.name for path in sockets} == {"node0", "node2"}  # others can enter node1
+    assert all(path.parent.stat().st_mode & 0o777 == 0o700 for path in sockets)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(20) == 130
+    assert not (given / "key").exists()

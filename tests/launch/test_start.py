@@ -92,9 +92,10 @@ def test_what_a_script_finds(way: str, tpwrap: Start, tmp_path: Path) -> None:
     ("body", "code", "words"),
     [
         ("import sys; sys.exit(5)", 5, "exit code 5"),
+        ("import sys; sys.exit('no data in /data')", 1, "failed: the script exited: no data in /data"),
         ("def f():\n    return 1 / 0\nf()", 1, "ZeroDivisionError: division by zero"),
     ],
-    ids=["exit", "raise"],
+    ids=["exit", "exit-text", "raise"],
 )
 def test_script_that_fails_everywhere(body: str, code: int, words: str, tpwrap: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -102,7 +103,7 @@ def test_script_that_fails_everywhere(body: str, code: int, words: str, tpwrap: 
     run = tpwrap("--nodes", "2", "--spares", "1", sys.executable, str(script))
     assert run.wait(110) == code, run.text()
     assert words in run.text()
-    if code == 1:
+    if "return 1 / 0" in body:
         assert run.text().count("return 1 / 0") == 1, run.text()
 
 
@@ -113,6 +114,7 @@ def test_usage_errors_come_before_anything_starts(tmp_path: Path, tpwrap: Start)
         (["no-such-program"], "no such program"),
         (["missing.py"], "cannot open 'missing.py'"),
         (["--inject", "rank=5 step=1 phase=forward kill", "true"], "--inject (command line)"),
+        (["--inject-file", "/dev/zero", "true"], "--inject-file (command line): /dev/zero: it is longer than 1 MiB"),
         (["--config", "none.toml", "true"], "--config none.toml"),
     ):
         run = tpwrap(*arguments)

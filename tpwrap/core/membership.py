@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpwrap.control import messages as m
-from tpwrap.core import endings, events, placement, recovery, standstill
+from tpwrap.core import endings, events, exits, placement, recovery, standstill
 from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
 from tpwrap.core.state import (
@@ -218,7 +218,7 @@ def _exited(d: Draft, seen: Exited) -> None:
     if seen.hung:
         cause = "its worker was stopped for too long and was killed"
     elif seen.returncode < 0:
-        cause = f"its worker was killed by signal {-seen.returncode}"
+        cause = f"its worker {exits.describe(seen.returncode)}"
     else:
         cause = f"its worker ended with exit code {seen.returncode} before its script was done"
     _lose_processes(d, {worker.rank: Loss("process", cause, seen.returncode == 0)}, fence=False)

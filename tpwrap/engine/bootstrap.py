@@ -141,7 +141,7 @@ def _run_script(runtime: Any, argv: list[str]) -> int:
         if code != 0:
             if not isinstance(end.code, int):
                 print(end.code, file=sys.stderr)
-            _report(runtime, f"the script asked for exit code {code}", "", code)
+            _report(runtime, _exit_in_words(end.code), "", code)
             return code
     except BaseException as error:
         _report(runtime, _headline(error), _of_the_script(error), 1)
@@ -149,6 +149,14 @@ def _run_script(runtime: Any, argv: list[str]) -> int:
     sys.stdout.flush()
     runtime.finish(runtime.step)
     return 0
+
+
+def _exit_in_words(status: Any) -> str:
+    """What sys.exit was called with."""
+    if isinstance(status, int):
+        return f"the script asked for exit code {status}"
+    lines = str(status).strip().splitlines()
+    return f"the script exited: {lines[0]}" if lines else "the script asked for exit code 1"
 
 
 def _headline(error: BaseException) -> str:
@@ -195,7 +203,7 @@ def _leave(code: int) -> NoReturn:
 def enter() -> None:
     """For an executed worker: return when the script may start."""
     runtime = _become_ranked()
-    outcome = {"code": 0, "reported": False}
+    outcome: dict[str, Any] = {"code": 0, "words": "", "reported": False}
     previous = sys.excepthook
     real_exit = sys.exit
 
@@ -206,6 +214,7 @@ def enter() -> None:
 
     def leave(status: Any = None) -> NoReturn:
         outcome["code"] = status if isinstance(status, int) else 0 if status is None else 1
+        outcome["words"] = _exit_in_words(status)
         real_exit(status)
 
     def at_end() -> None:
@@ -213,7 +222,7 @@ def enter() -> None:
             sys.stdout.flush()
             runtime.finish(runtime.step)
         elif not outcome["reported"]:
-            _report(runtime, f"the script asked for exit code {outcome['code']}", "", outcome["code"])
+            _report(runtime, outcome["words"], "", outcome["code"])
 
     sys.excepthook = failed
     sys.exit = leave

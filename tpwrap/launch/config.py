@@ -18,6 +18,7 @@ else:
 
 FILE_NAME = "torchpass.toml"
 PREFIX = "TORCHPASS_"
+_LONGEST_FAULTS = 1 << 20
 
 
 def load(
@@ -74,7 +75,11 @@ def _faults_of_file(settings: Settings) -> tuple[Fault, ...]:
     if name is None:
         return ()
     try:
-        return parse_file(Path(name).read_text(encoding="utf-8"))
+        with open(name, "rb") as f:
+            data = f.read(_LONGEST_FAULTS + 1)
+        if len(data) > _LONGEST_FAULTS:
+            raise ValueError(f"it is longer than {_LONGEST_FAULTS >> 20} MiB; give a file with one fault a line")
+        return parse_file(data.decode("utf-8"))
     except OSError as e:
         raise settings.error("inject_file", f"cannot read {name}: {e.strerror}") from None
     except ValueError as e:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from tpwrap.control.coordinator import Coordinator, Verdict
-from tpwrap.core import events
+from tpwrap.core import events, exits
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.launch import processes
 from tpwrap.launch.command import Command
@@ -24,7 +24,6 @@ from tpwrap.launch.interpreter import job_environment
 from tpwrap.launch.logs import Writer
 from tpwrap.launch.reaper import Reaper
 from tpwrap.launch.rundir import RunDir
-from tpwrap.launch.supervisor import describe_exit
 from tpwrap.report import story
 
 INTERNAL_ERROR = 70
@@ -143,7 +142,7 @@ class Host(ABC):
     def _supervisor_exited(self, node: int, returncode: int) -> None:
         # Its workers are in its group and must not act any more once the coordinator gives their ranks away.
         processes.kill_group(self.supervisors.pop(node))
-        how = f"its supervisor {describe_exit(returncode)}"
+        how = f"its supervisor {exits.describe(returncode)}"
         if self.coordinator is not None:
             self.coordinator.supervisor_died(node, how)
         self.exit_codes[node] = returncode

@@ -1,4 +1,8 @@
-"""The directory of a run: its key, its events, its sockets; private to the user."""
+"""The directory of a run: its key, its events, its sockets.
+
+A directory that we make is private to the user. One that was there already keeps its mode, and what must stay secret is
+private in it: the key by its own mode, the sockets by that of their directories.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,10 @@ class RunDir:
                 if (path / "events.jsonl").exists():
                     raise settings.error("run_dir", f"{path} holds an earlier run; name another directory")
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.chmod(0o700)
         except OSError as e:
             raise settings.error("run_dir", f"cannot make the directory: {e}") from None
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise settings.error("run_dir", f"{path} cannot be written to; name another directory")
         log_dir = Path(config.log_dir).absolute() if config.log_dir else path / "logs"
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -48,7 +53,8 @@ class RunDir:
     def new_key(self) -> bytes:
         """A fresh key for the job, left in the key file for those who may read it."""
         key = secrets.token_bytes(32)
-        fd = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        self.key_file.unlink(missing_ok=True)
+        fd = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(fd, "w") as f:
             f.write(key.hex())
         return key
@@ -56,8 +62,7 @@ class RunDir:
     def socket(self, node: int) -> str:
         """Path for the unix socket of a node's supervisor: in the run directory if that is short enough."""
         path = self.path / f"node{node}" / "socket"
-        if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+        if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH and _made_private(path.parent):
             path.unlink(missing_ok=True)
             return str(path)
         if self._short is None:
@@ -69,6 +74,16 @@ class RunDir:
         self.key_file.unlink(missing_ok=True)
         if self._short is not None:
             self._short.cleanup()
+
+
+def _made_private(path: Path) -> bool:
+    """Make a directory that only we can enter. False: there is one already that others can."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return False
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _parent() -> Path:

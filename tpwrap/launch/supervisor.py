@@ -40,6 +40,7 @@ from tpwrap.control.messages import (
     WorkerMessage,
 )
 from tpwrap.control.sidecars import SidecarServer
+from tpwrap.core import exits
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.launch import processes, verdict, zygote
 from tpwrap.launch.logs import Labels, LogFiles, Relay, Writer
@@ -424,7 +425,7 @@ class Supervisor:
             slot.warm = None
             slot.failed_starts = 0 if worker.warm else slot.failed_starts + 1
             if slot.failed_starts >= _START_ATTEMPTS and not self.ending:
-                how = describe_exit(returncode)
+                how = exits.describe(returncode)
                 how = f"{slot.failed_starts} in a row ended before they were ready (the last {how})"
                 self._post(SlotFailed(slot.index, f"{how}; see {self.spec.log_dir}", returncode))
         self._fill(slot)
@@ -469,16 +470,6 @@ class Supervisor:
                 elif loop.time() - worker.stopped_since > self.timeouts.hung:
                     worker.hung = True
                     worker.kill()
-
-
-def describe_exit(returncode: int) -> str:
-    """'exited with code 3' or 'was killed by SIGSEGV'."""
-    if returncode >= 0:
-        return f"exited with code {returncode}"
-    try:
-        return f"was killed by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"was killed by signal {-returncode}"
 
 
 def main(arguments: Sequence[str]) -> int:

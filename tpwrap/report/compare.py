@@ -49,6 +49,8 @@ def read(directory: Path) -> Results:
                 final[path.name] = _final(path)
     except OSError as e:
         raise ResultError(f"{e.filename}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise ResultError(f"{directory} holds a file that is no text, so it was not written by an example") from None
     if not steps:
         raise ResultError(f"{directory} holds no rank<r>.jsonl")
     if sorted(steps) != list(range(len(steps))):
