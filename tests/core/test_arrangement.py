@@ -21,7 +21,7 @@ def test_the_batch_script_runs_beside_a_spare() -> None:
     sites = {0: Site(vital="the batch script"), 1: Site(), 2: Site(), 3: Site()}
     chosen = arrange(sites, 2)
     assert (chosen.training, chosen.spares) == ([1, 2], [0, 3])
-    assert "node 0 is a spare, because the batch script runs there" in chosen.reason
+    assert "node 0 is a spare, because of the batch script there" in chosen.reason
     assert arrange(sites, 4).training == [0, 1, 2, 3]
 
 

@@ -72,7 +72,7 @@ def _reason(sites: Mapping[int, Site], training: Sequence[int], spares: Sequence
         elif site.sick:
             parts.append(f"node {node} is sick ({site.sick}), but too few healthy nodes are there to spare it")
         elif site.vital and node in spares:
-            parts.append(f"node {node} is a spare, because {site.vital} runs there")
+            parts.append(f"node {node} is a spare, because of {site.vital} there")
     blocks = {site.block for site in sites.values()}
     if len(blocks) > 1 and spares:
         parts.append(f"spares are spread over {len(blocks)} network blocks")
