@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster import Bed
 from tests.cluster.fixtures import open_bed
-from tests.e2e.conftest import EXAMPLES, REPOSITORY, Run, assert_equal, common_directory, undisturbed, wait_for
+from tests.e2e.conftest import EXAMPLES, RANKS, REPOSITORY, Run, assert_equal, common_directory, undisturbed, wait_for
 from tpwrap.core import events
 
 __all__ = ["undisturbed"]
@@ -78,8 +78,8 @@ class Job:
             print(self.output[-6000:])
             raise
 
-    def assert_equal(self, oracle: Run, replaced: set[int]) -> None:
-        assert_equal(self.run, oracle, replaced)
+    def assert_equal(self, oracle: Run, replaced: set[int], ranks: int = RANKS) -> None:
+        assert_equal(self.run, oracle, replaced, ranks)
 
 
 def submit(
@@ -124,14 +124,20 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build / "torchpass.so"
 
 
+def bed_options(plugin: Path, *slurm_conf: str) -> dict[str, Any]:
+    """A cluster with everything installed, and with settings of slurm.conf that would end a job at its first loss."""
+    return {
+        "nodes": 5,
+        "gpus": 4,
+        "plugin": [f"optional {plugin}"],
+        "prolog": REPOSITORY / "slurm_plugin" / "prolog",
+        "epilog": REPOSITORY / "slurm_plugin" / "epilog",
+        "slurm_conf": ["SlurmdTimeout=15", "KillOnBadExit=1", "WaitTime=3", *slurm_conf],
+        "expose": [plugin.parent],
+    }
+
+
 @pytest.fixture
 def bed(plugin: Path) -> Iterator[Bed]:
-    with open_bed(
-        nodes=5,
-        gpus=4,
-        plugin=[f"optional {plugin}"],
-        **{name: script for name in ("prolog", "epilog") if (script := REPOSITORY / "slurm_plugin" / name).exists()},
-        slurm_conf=["SlurmdTimeout=15", "KillOnBadExit=1", "WaitTime=3"],
-        expose=[plugin.parent],
-    ) as opened:
+    with open_bed(**bed_options(plugin)) as opened:
         yield opened

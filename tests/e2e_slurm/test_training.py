@@ -50,17 +50,12 @@ def test_a_worker_dies(bed: Bed, undisturbed: Oracle) -> None:
     job = submit(bed)
     job.wait_step(20)
     node = job.node_of(1)
-    bed.run(["kill", "-9", str(_pid(bed, job.run, 1, node))], user="root", node=node)
+    bed.run(["kill", "-9", str(job.run.first_pid(1))], user="root", node=node)
     shown = job.end()
     job.assert_equal(undisturbed("gpt-slurm", GPT), {1})
     assert "spares=2/2 failovers=1 finished" in shown["Comment"]
     assert f"rank 1 healed on {node}" in shown["Comment"]
     assert_not_drained(bed, *bed.nodes)
-
-
-def _pid(bed: Bed, run: Run, rank: int, node: str) -> int:
-    """The pid inside the node's PID namespace, which is what the worker itself says it is."""
-    return run.first_pid(rank)
 
 
 @pytest.mark.parametrize("carrier", [False, True])
@@ -97,17 +92,26 @@ def test_a_frozen_node(bed: Bed, undisturbed: Oracle) -> None:
     job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
 
 
-def test_two_nodes_at_once(bed: Bed, undisturbed: Oracle) -> None:
+def test_a_node_and_a_spare_at_once(bed: Bed, undisturbed: Oracle) -> None:
     job = submit(bed)
     job.wait_step(20)
-    spares = job.spares()
-    assert len(spares) == 2
-    # The only other node that may die with it is a training node: then nobody is left. So the job is larger.
-    victims = [job.node_of(2), next(spare for spare in spares if spare != "n1")]
+    victims = [job.node_of(2), next(spare for spare in job.spares() if spare != "n1")]
     for victim in victims:
         bed.kill(victim)
     job.end()
     job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+
+
+def test_two_training_nodes_at_once(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed, nodes=3, tasks=1, spares=2)
+    job.wait_step(20)
+    victims = [job.node_of(1), job.node_of(2)]
+    for victim in victims:
+        bed.kill(victim)
+    for victim in victims:
+        assert_drained(bed, victim, job.id)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm-3", GPT, nodes=3), {1, 2}, ranks=3)
 
 
 def test_a_spare_dies_idle_and_then_a_node(bed: Bed, undisturbed: Oracle) -> None:
@@ -162,3 +166,27 @@ def test_batch_host_and_coordinator_die_together(bed: Bed) -> None:
     bed.kill("n1")
     bed.wait(lambda: bed.job(job.id)["Restarts"] == "1", "the job is requeued", 60)
     bed.run(["scancel", str(job.id)])
+
+
+def test_one_task_a_node(bed: Bed, undisturbed: Oracle) -> None:
+    """Then tpwrap starts the node's ranks itself."""
+    job = submit(bed, tasks=1, tpwrap_options="--nproc-per-node 2")
+    job.wait_step(20)
+    victim = job.node_of(0)
+    bed.kill(victim)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {0, 1})
+
+
+def test_a_node_that_was_given_up_comes_back_and_fails_again(bed: Bed, undisturbed: Oracle) -> None:
+    job = submit(bed)
+    job.wait_step(20)
+    victim = job.node_of(2)
+    bed.cut(victim)
+    assert_drained(bed, victim, job.id)
+    bed.heal(victim)
+    bed.wait(lambda: job.events(events.FailoverFinished), "training goes on", 30)
+    bed.kill(victim)
+    shown = job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+    assert "failovers=1 finished" in shown["Comment"]

@@ -408,7 +408,7 @@ class Supervisor:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0)
-        if self.spec.slurm and -returncode in _MEANT_FOR_THE_JOB:
+        if self.spec.slurm and worker.rank is not None and -returncode in _MEANT_FOR_THE_JOB:
             await asyncio.sleep(_SIGNAL_SPREAD)
             if -returncode in self._signals and self._link is not None:
                 self._link.post(Leaving(signal.Signals(-returncode).name))
