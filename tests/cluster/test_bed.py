@@ -277,8 +277,14 @@ def test_a_frozen_node_stands_still_and_goes_on(whole: Bed) -> None:
     tick = f"import time, pathlib; p = pathlib.Path({str(count)!r})\n"
     ticking = whole.popen(python(tick + "for i in range(10**6): p.write_text(str(i)); time.sleep(0.01)"), node="n2")
     stopped = whole.popen(["sleep", "1000"], node="n2")
-    whole.run(["pkill", "-STOP", "sleep"], node="n2", user="root")
-    whole.wait(count.exists, "it ticks")
+
+    def sleeper() -> str:
+        return whole.run(["ps", "-C", "sleep", "-o", "stat="], node="n2", check=False).stdout
+
+    whole.wait(sleeper, "it sleeps")
+    whole.run(["pkill", "-STOP", "sleep"], node="n2")
+    whole.wait(lambda: sleeper().startswith("T"), "it is stopped")
+    whole.wait(lambda: count.exists() and count.read_text(), "it ticks")
     whole.freeze("n2")
     before = count.read_text()
     with pytest.raises(BedError, match="n2 is frozen; thaw it first"):
@@ -287,8 +293,7 @@ def test_a_frozen_node_stands_still_and_goes_on(whole: Bed) -> None:
     assert count.read_text() == before
     whole.thaw("n2")
     whole.wait(lambda: count.read_text() != before, "it ticks again", 2)
-    states = whole.run(["ps", "-C", "sleep", "-o", "stat="], node="n2").stdout
-    assert states.startswith("T")  # it was stopped before, and not by us
+    assert sleeper().startswith("T")  # it was stopped before, and not by us
     for process in (ticking, stopped):
         process.kill()
         process.wait()
@@ -514,7 +519,7 @@ def test_version_runs_jobs_python_and_faults(version: str) -> None:
         bed.boot("n2")
         bed.kill_slurmctld()
         bed.start_slurmctld()
-        bed.wait(lambda: {bed.node(name)["State"] for name in bed.nodes} == {"IDLE"}, "both nodes are IDLE again")
+        bed.wait(lambda: {bed.node(name)["State"] for name in bed.nodes} == {"IDLE"}, "both are IDLE again")
         script = "srun -l sh -c 'echo $(hostname) $CUDA_VISIBLE_DEVICES'"
         job = bed.sbatch(script, "-N2", "--gres=gpu:2", "-o", "out", "--comment=active=2 Spares=1")
         assert bed.wait_job(job, {"COMPLETED"})["Comment"] == "active=2 Spares=1"

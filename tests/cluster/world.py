@@ -28,7 +28,7 @@ import linux
 import root
 
 CONTROLLER = "10.77.0.1"
-SLURMCTLD_PORT, SLURMDBD_PORT = 6817, 6819
+SLURMCTLD_PORT, SLURMD_PORT, SLURMDBD_PORT = 6817, 6818, 6819
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 
 
@@ -159,6 +159,13 @@ def node_main(spec: Spec, node: Node, line: socket.socket) -> NoReturn:
                 if slurmd is not None:
                     raise Refused("slurmd runs already")
                 slurmd = os.pidfd_open(start(["slurmd", "-D"], new_root, f"{spec.dir}/log/slurmd.{node.name}.out"))
+            elif word == "listens":
+                end = time.monotonic() + 20
+                while slurmd is not None and not _slurmd_listens(new_root):
+                    if select.select([slurmd], [], [], 0.005)[0]:
+                        raise RuntimeError(f"slurmd ended, see log/slurmd.{node.name}.out")
+                    if time.monotonic() > end:
+                        raise RuntimeError("slurmd does not listen after 20 s")
             elif word == "kill":
                 if slurmd is None:
                     raise Refused("slurmd does not run")
@@ -168,6 +175,11 @@ def node_main(spec: Spec, node: Node, line: socket.socket) -> NoReturn:
         except Exception as error:
             line.sendall(str(error).encode()[:200])
     os._exit(0)
+
+
+def _slurmd_listens(new_root: str) -> bool:
+    with open(f"{new_root}/proc/net/tcp") as sockets:
+        return any(line.split()[1].endswith(f":{SLURMD_PORT:04X}") and line.split()[3] == "0A" for line in sockets)
 
 
 class World:
@@ -346,7 +358,7 @@ class World:
             raise Refused(f"{name} runs already; kill it first")
         self._create(node)
         self._connect(node)
-        node.tell("start")
+        self.start_slurmd(name)
 
     def _members(self, node: Node) -> list[int]:
         """Processes of a node, the nearest to its pid 1 last."""
@@ -405,7 +417,9 @@ class World:
         self._awake(name).tell("kill")
 
     def start_slurmd(self, name: str) -> None:
-        self._awake(name).tell("start")
+        node = self._awake(name)
+        node.tell("start")
+        node.tell("listens")
 
     def kill_slurmctld(self) -> None:
         pid = self.daemons.pop("slurmctld", 0)
