@@ -3,6 +3,7 @@
 #include "helper.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -17,7 +18,7 @@
 #include "hostlist.h"
 #include "server.h"
 
-enum { BACKLOG = 128 };
+enum { BACKLOG = 1024 };
 
 static bool address_of(const char *run, uint32_t jobid, const char *name, struct sockaddr_un *address)
 {
@@ -64,9 +65,26 @@ int tp_helper_start_as(const struct tp_helper *as)
     int listener = bind_socket(as, &address);
     if (listener < 0)
         return -1;
+    /* The prolog's process group is killed when the prolog ends: not before the child has left it, which it shows by
+     * closing the pipe. */
+    int left[2];
+    if (pipe2(left, O_CLOEXEC) != 0) {
+        int error = errno;
+        close(listener);
+        unlink(address.sun_path);
+        errno = error;
+        return -1;
+    }
     pid_t pid = fork();
     if (pid == 0)
         tp_serve(as, listener, address.sun_path);
+    close(left[1]);
+    if (pid > 0) {
+        char nothing;
+        while (read(left[0], &nothing, 1) < 0 && errno == EINTR)
+            ;
+    }
+    close(left[0]);
     int error = errno;
     close(listener);
     if (pid < 0)

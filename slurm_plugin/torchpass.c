@@ -306,23 +306,15 @@ static bool is_step(spank_t spank, uint32_t which)
 /* In the prolog, not in the extern step: Slurm kills that one on all nodes as soon as one of them goes down. */
 static void start_helper(uint32_t job, const struct tp_record *record)
 {
-#if TP_HAS_HELPER
     if (!site.helper)
         return;
     if (tp_helper_start(job, record->uid, record->nodes, site.max_drain ? site.max_drain : record->spares, site.confirm))
         slurm_error("torchpass: no helper for job %u: %s", job, strerror(errno));
-#else
-    (void)job, (void)record;
-#endif
 }
 
 static void stop_helper(uint32_t job)
 {
-#if TP_HAS_HELPER
     tp_helper_stop(job);
-#else
-    (void)job;
-#endif
 }
 
 static void leave_record(spank_t spank)
