@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,7 +215,7 @@ def talk(bed: Bed) -> Iterator[Callable[[str, str], str]]:
 
     def say(node: str, word: str) -> str:
         if node not in processes:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             server = bed.popen(python(LISTENER), node=node, **pipes)
             assert server.stdout is not None
             assert server.stdout.readline() == "listening\n"

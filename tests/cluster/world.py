@@ -204,7 +204,7 @@ class World:
         root.bind(f"{spec.dir}/etc/slurm", f"{self.root}/etc/slurm")
         root.furnish(self.root, spec.exposed)
         root.bind(f"{spec.dir}/run", f"{self.root}/run/munge")
-        root.mount("proc", "/proc", "proc")  # ours, so that pids mean the same to us and to /proc
+        linux.mount("proc", "/proc", "proc")  # ours, so that pids mean the same to us and to /proc
         ip(
             "link set lo up",
             "link add br0 type bridge",
