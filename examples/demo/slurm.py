@@ -96,7 +96,7 @@ def main(steps: int) -> int:
         Path(directory).chmod(0o755)
         build_plugin(Path(directory))
         console.print("booting 5 nodes with real munged, slurmctld and slurmd …")
-        bed = Bed(nodes=5, gpus=4, slurm_conf=["SlurmdTimeout=15"], expose=[directory], **plugin_options(directory))
+        bed = Bed(nodes=5, gpus=4, slurm_conf=["SlurmdTimeout=120"], expose=[directory], **plugin_options(directory))
         with bed:
             console.print(bed.run(["sinfo"]).stdout.rstrip(), markup=False)
             return show(bed, steps)

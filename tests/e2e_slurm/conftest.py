@@ -132,7 +132,7 @@ def bed_options(plugin: Path, *slurm_conf: str) -> dict[str, Any]:
         "plugin": [f"optional {plugin}"],
         "prolog": REPOSITORY / "slurm_plugin" / "prolog",
         "epilog": REPOSITORY / "slurm_plugin" / "epilog",
-        "slurm_conf": ["SlurmdTimeout=15", "KillOnBadExit=1", "WaitTime=3", *slurm_conf],
+        "slurm_conf": ["SlurmdTimeout=120", "KillOnBadExit=1", "WaitTime=3", *slurm_conf],
         "expose": [plugin.parent],
     }
 

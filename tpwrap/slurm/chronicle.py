@@ -45,6 +45,7 @@ class Chronicle:
         self._causes: dict[int, str] = {}
         self._step = -1
         self._end = ""
+        self._arranged = False
 
     def note(self, event: events.Event, at: float) -> None:
         """at: when it happened, seconds since 1970."""
@@ -53,6 +54,7 @@ class Chronicle:
             self._spares_at_start = event.spares
         elif isinstance(event, events.Arranged):
             self._spares = set(event.spares)
+            self._arranged = True
         elif isinstance(event, events.FaultInjected):
             if event.fault.startswith("node="):
                 self._rehearsed.add(event.node)
@@ -83,6 +85,11 @@ class Chronicle:
     def full_story(self) -> str:
         """Every entry, however many: for AdminComment."""
         return "; ".join(self._entries)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to tell: it is known who trains, or that nobody will."""
+        return self._arranged or self.ended
 
     @property
     def ended(self) -> bool:

@@ -47,6 +47,9 @@ class Reporter:
         self.drains: list[tuple[float, int, Drain]] = []
         """(not before, attempts so far, what)"""
         self.next_comment = 0.0
+        self.dead: list[Drain] = []
+        """drained, and to be set down"""
+        self.downs_wait = False
         self.closed_at: float | None = None
         self.complained: set[str] = set()
 
@@ -61,6 +64,7 @@ class Reporter:
                 self._act(self.story)
             if self.closed_at is not None and (self._done() or time.monotonic() > self.closed_at + _LINGER):
                 break
+        self._set_down()
         for _, _, drain in self.drains:
             self.say(f"node {drain.node} could not be drained: {drain.reason}")
         return 0
@@ -103,6 +107,7 @@ class Reporter:
             time.sleep(0.5)
             return
         self.story = Chronicle(dict(enumerate(self.task.names)), own)
+        self.downs_wait = not _has_accounting()
         for line in early:
             self._note(line)
 
@@ -114,27 +119,46 @@ class Reporter:
         for item in [one for one in self.drains if one[0] <= now]:
             self.drains.remove(item)
             self._drain(item[1], item[2])
-        if now < self.next_comment and self.closed_at is None:
-            return
+        if story.begun and (now >= self.next_comment or self.closed_at is not None):
+            self._comment(story)
+        if not self.downs_wait or (self.closed_at is not None and self._told(story)):
+            self._set_down()
+
+    def _comment(self, story: Chronicle) -> None:
         text = story.comment()
-        if text != self.written:
-            self.next_comment = now + _COMMENT_INTERVAL
-            try:
-                commands.set_comment(self.task.job_id, text)
-                self.written = text
-            except SlurmError as e:
-                self._complain("the job's comment cannot be set", e)
-                self.next_comment = now + _RETRY
-                time.sleep(0.2)
-            self._ask("jobcomment", story.full_story())
+        if text == self.written:
+            return
+        now = time.monotonic()
+        self.next_comment = now + _COMMENT_INTERVAL
+        try:
+            commands.set_comment(self.task.job_id, text)
+            self.written = text
+        except SlurmError as e:
+            self._complain("the job's comment cannot be set", e)
+            self.next_comment = now + _RETRY
+            time.sleep(0.2)
+        self._ask("jobcomment", story.full_story())
+
+    def _set_down(self) -> None:
+        """A dead node stays out until an administrator looks, and its tasks are killed if they live behind a cut link.
+
+        Slurm takes it out of the job then, and srun waits for it no longer. Without slurmdbd, 22.05 takes no comment
+        for a job that has lost a node (it waits for an index from the database): so there it comes last.
+        """
+        for drain in self.dead:
+            if self._ask("down", drain.node, helper.clean(drain.reason)):
+                self.say(f"node {drain.node} does not answer and is set down")
+        self.dead.clear()
+
+    def _told(self, story: Chronicle) -> bool:
+        return not story.begun or self.written == story.comment()
 
     def _done(self) -> bool:
         story = self.story
-        return story is not None and not self.drains and not story.waits() and self.written == story.comment()
+        return story is not None and not (self.drains or self.dead or story.waits()) and self._told(story)
 
     def _drain(self, attempts: int, drain: Drain) -> None:
-        """Drain first, so that no other job lands there when the node leaves ours; then, if it is dead, set it down:
-        its tasks are killed if they live behind a cut link, and it stays out until an administrator looks."""
+        """Before it is set down: no other job may land there when the node leaves ours."""
         try:
             helper.ask(Path(self.task.helper), "drain", drain.node, helper.clean(drain.reason))
         except SlurmError as e:
@@ -144,8 +168,8 @@ class Reporter:
                 self.drains.append((time.monotonic() + _RETRY, attempts + 1, drain))
             return
         self.say(f"node {drain.node} is draining: {drain.reason}")
-        if not probe.answers(drain.node) and self._ask("down", drain.node, helper.clean(drain.reason)):
-            self.say(f"node {drain.node} does not answer and is set down")
+        if not probe.answers(drain.node):
+            self.dead.append(drain)
 
     def _comment_nodes(self, event: events.FailoverFinished) -> None:
         ways = {(move.from_node, move.to_node) for move in event.moves if move.from_node != move.to_node}
@@ -166,6 +190,13 @@ class Reporter:
         if what not in self.complained:
             self.complained.add(what)
             self.say(f"{what}: {error}")
+
+
+def _has_accounting() -> bool:
+    try:
+        return "accounting_storage/slurmdbd" in commands.run(["scontrol", "show", "config"])
+    except SlurmError:
+        return False
 
 
 def main(arguments: Sequence[str]) -> int:
