@@ -161,6 +161,11 @@ bool tp_enlarge(const struct tp_asked *asked, long spares, struct tp_sizes *size
     if (last > INT_MAX - spares)
         return refuse(sentence, "with the spares these are more nodes than Slurm can count; write smaller numbers");
     range = last != nodes;
+    if (range && asked->step)
+        return refuse(
+            sentence,
+            "srun lays its tasks out for one number of nodes; write -N %ld, or use sbatch or salloc for a range",
+            nodes);
     sizes->min_nodes = nodes + spares;
     sizes->max_nodes = last + spares;
     if (!fits(sizes->min_nodes, asked->segment) || !fits(sizes->max_nodes, asked->segment))

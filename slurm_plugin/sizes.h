@@ -26,6 +26,7 @@ struct tp_asked {
     bool gpus_placed; /* another option already says how many GPUs a node, socket or task has */
     long segment;
     bool arbitrary; /* --distribution=arbitrary */
+    bool step;      /* srun outside of an allocation: the same numbers lay out its tasks */
 };
 
 /* What to ask for instead. 0 or "" means: leave that option as it is. */

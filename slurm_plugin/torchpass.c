@@ -156,6 +156,7 @@ static void enlarge(spank_t spank)
     if (!tp_options_find(sentence))
         refuse(sentence);
     tp_options_read(&asked);
+    asked.step = spank_context() == S_CTX_LOCAL;
     if (site.enlarger == TP_BY_CLI_FILTER) {
         if (!tp_options_job_is_kept())
             refuse("plugstack.conf says enlarge=cli_filter, but no cli_filter.lua added the spares; the administrator "
@@ -308,7 +309,8 @@ static void start_helper(uint32_t job, const struct tp_record *record)
 {
     if (!site.helper)
         return;
-    if (tp_helper_start(job, record->uid, record->nodes, site.max_drain ? site.max_drain : record->spares, site.confirm))
+    if (tp_helper_start(job, record->uid, record->nodes, site.max_drain ? site.max_drain : record->spares,
+                        site.confirm))
         slurm_error("torchpass: no helper for job %u: %s", job, strerror(errno));
 }
 

@@ -39,6 +39,7 @@ function torchpass_pre_submit(options)
     gpus_placed = given("gpus-per-node") or given("gpus-per-socket") or given("gpus-per-task")
       or string.find(text("gres"), "gpu") ~= nil,
     segment = tonumber(text("segment")) or 0,
+    step = options["type"] == "srun",
     arbitrary = string.find(text("distribution"), "^arbitrary") ~= nil,
   }, spares)
   if not sizes then return refuse(sentence) end

@@ -5,7 +5,7 @@
 local MOST = 2147483647 -- of anything that Slurm counts
 
 -- asked: nodes_given, min_nodes, max_nodes (0: open), size_list, tasks_given, tasks_sent, tasks, tasks_per_node (0: not
--- given), tasks_per_gpu, gpus (text, "": not given), gpus_placed, segment (0: not given), arbitrary.
+-- given), tasks_per_gpu, gpus (text, "": not given), gpus_placed, segment (0: not given), arbitrary, step (srun).
 -- Returns {min_nodes, max_nodes, tasks, tasks_per_node, gpus, gpus_per_node}, absent where nothing changes; or nil and
 -- one sentence that says why not and what to write.
 local function torchpass_enlarge(asked, spares)
@@ -51,6 +51,9 @@ local function torchpass_enlarge(asked, spares)
     return no("with the spares these are more nodes than Slurm can count; write smaller numbers")
   end
   local range = last ~= nodes
+  if range and asked.step then
+    return no("srun lays its tasks out for one number of nodes; write -N %d, or use sbatch or salloc for a range", nodes)
+  end
   local sizes = { min_nodes = nodes + spares, max_nodes = last + spares }
   if not (fits(sizes.min_nodes) and fits(sizes.max_nodes)) then
     return no("%d nodes and %d spares are not whole segments of %d nodes; write --torchpass-spares=%d, or leave "

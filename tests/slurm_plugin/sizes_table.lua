@@ -3,7 +3,7 @@ for line in io.lines() do
   local asked = {
     min_nodes = 1, max_nodes = 0, tasks = 1, tasks_per_node = 0, gpus = "", segment = 0, spares = 1,
     nodes_given = false, size_list = false, tasks_given = false, tasks_sent = false, tasks_per_gpu = false,
-    gpus_placed = false, arbitrary = false,
+    gpus_placed = false, arbitrary = false, step = false,
   }
   for name, text in string.gmatch(line, "(%S+)=(%S+)") do
     if type(asked[name]) == "boolean" then
