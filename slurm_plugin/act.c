@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -21,6 +22,8 @@
 enum {
     SLURM_MS = 12000,  /* scontrol itself gives up after 9 to 10 s without slurmctld */
     CONFIRM_MS = 5000, /* part of the site's contract */
+    LOCK_MS = 20000,   /* for other requests on this node */
+    ERROR_MAX = 120,   /* of what scontrol says */
 };
 
 int64_t tp_now(void)
@@ -141,7 +144,7 @@ static void first_line(void *to, const char *line)
     if (*why)
         return;
     size_t n = 0;
-    for (; line[n] && n < TP_WHY_MAX / 2; n++)
+    for (; line[n] && n < ERROR_MAX - 1; n++)
         why[n] = line[n] >= ' ' && line[n] <= '~' ? line[n] : '?';
     why[n] = '\0';
 }
@@ -165,7 +168,7 @@ static bool look(const struct tp_job *job, const struct tp_tools *tools, const c
     char scontrol[PATH_MAX];
     snprintf(scontrol, sizeof scontrol, "%s/scontrol", tools->bin);
     const char *argv[] = {scontrol, "show", "node", nodes, NULL};
-    tp_view_begin(view, job, node);
+    tp_view_begin(view, job, node, tools->self);
     if (run(argv, SLURM_MS, false, view_line, view) != 0)
         return refuse(why, "slurmctld does not answer: try again later");
     if (!view->seen)
@@ -176,7 +179,7 @@ static bool look(const struct tp_job *job, const struct tp_tools *tools, const c
 static bool update(const struct tp_tools *tools, const char *what, const char *state, const char *text,
                    char why[TP_WHY_MAX])
 {
-    char scontrol[PATH_MAX], error[TP_WHY_MAX] = "";
+    char scontrol[PATH_MAX], error[ERROR_MAX] = "";
     snprintf(scontrol, sizeof scontrol, "%s/scontrol", tools->bin);
     const char *with_state[] = {scontrol, "update", what, state, text, NULL};
     const char *without[] = {scontrol, "update", what, text, NULL};
@@ -267,26 +270,6 @@ static bool confirmed(const struct tp_job *job, const struct tp_tools *tools, co
     return refuse(why, status < 0 ? "the site's check did not end in time" : "the site's check says no");
 }
 
-/* The cap is the job's, and each of its nodes has a helper that knows nothing of the others. So a node is first
- * claimed, by its Reason alone, and then the claims are counted in slurmctld: whoever comes after the cap was used up
- * sees that, however many ask at once, and takes its claim back. Nothing has happened to the node by then. */
-static bool claim(const struct tp_job *job, const struct tp_tools *tools, const char *what, const char *reason,
-                  struct tp_view *view, char why[TP_WHY_MAX])
-{
-    char before[TP_REASON_MAX + 16];
-    snprintf(before, sizeof before, "reason=%s", view->reason);
-    if (!update(tools, what, NULL, reason, why))
-        return false;
-    if (!look(job, tools, job->nodes, view->node, view, why))
-        return false;
-    const char *no = tp_cap_allows(job, &view->taken, view->node);
-    if (!no)
-        return true;
-    char ignored[TP_WHY_MAX];
-    update(tools, what, NULL, before, ignored);
-    return refuse(why, no);
-}
-
 /* A helper whose end was missed must not act for a job that is over. */
 static bool alive(const struct tp_job *job, const struct tp_tools *tools, char why[TP_WHY_MAX])
 {
@@ -297,11 +280,59 @@ static bool alive(const struct tp_job *job, const struct tp_tools *tools, char w
     return owner == job->owner ? true : refuse(why, "Slurm names another owner of the job");
 }
 
+/* Only one of this node's workers, whichever job it works for, may claim at a time. Returns a descriptor that holds the
+ * lock, or -1. */
+static int lock(const struct tp_tools *tools)
+{
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/claim.lock", tools->run);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    for (int64_t end = tp_now() + LOCK_MS; fd >= 0; poll(NULL, 0, 10)) {
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0)
+            return fd;
+        if (errno != EWOULDBLOCK || tp_now() > end)
+            break;
+    }
+    if (fd >= 0)
+        close(fd);
+    return -1;
+}
+
+/* The cap is the job's, and each of its nodes has a helper that knows nothing of the others. So each announces which
+ * node it is about to take out, in a field of slurmctld that only it writes: Extra of its own node. Then it counts what
+ * is out and what the others have announced. Whoever announces last sees all the rest, however many ask at once; and an
+ * announcement stands until the node is marked by its Reason, so nothing is ever missing from the count. */
+static bool drain(const struct tp_job *job, const struct tp_tools *tools, const char *what, const char *reason,
+                  struct tp_view *view, char why[TP_WHY_MAX])
+{
+    if (view->marked) /* so it counts already */
+        return update(tools, what, "state=drain", reason, why);
+
+    char self[TP_NODE_MAX + 16], claim[TP_EXTRA_MAX + 256] = "extra=", before[TP_EXTRA_MAX + 16], ignored[TP_WHY_MAX];
+    snprintf(self, sizeof self, "nodename=%s", tools->self);
+    snprintf(before, sizeof before, "extra=%s", view->extra);
+    if (!view->seen_self || !tp_view_claim(view, claim + strlen(claim), sizeof claim - strlen(claim)))
+        return refuse(why, "this node is not the job's, or its Extra field has no room");
+    int held = lock(tools);
+    if (held < 0)
+        return refuse(why, "busy: try again later");
+    bool done = false;
+    if (update(tools, self, NULL, claim, why)) {
+        if (look(job, tools, job->nodes, view->node, view, why)) {
+            const char *no = tp_cap_allows(job, &view->taken, view->node);
+            done = no ? refuse(why, no) : update(tools, what, "state=drain", reason, why);
+        }
+        update(tools, self, NULL, before, ignored);
+    }
+    close(held);
+    return done;
+}
+
 static bool take_out(const struct tp_job *job, const struct tp_tools *tools, const struct tp_request *request,
                      char why[TP_WHY_MAX])
 {
-    char what[TP_NODE_MAX + 16], reason[TP_LINE_MAX + TP_REASON_MAX + 64];
-    struct tp_view view;
+    char what[TP_NODE_MAX + 16], reason[TP_LINE_MAX + TP_REASON_MAX + 64] = "reason=";
+    static struct tp_view view;
     snprintf(what, sizeof what, "nodename=%s", request->node);
     if (!look(job, tools, job->nodes, request->node, &view, why))
         return false;
@@ -314,12 +345,9 @@ static bool take_out(const struct tp_job *job, const struct tp_tools *tools, con
         return false;
     if (!confirmed(job, tools, request, why))
         return false;
-    int n = snprintf(reason, sizeof reason, "reason=");
-    tp_view_reason(&view, request->text, reason + n, (unsigned)(sizeof reason - (size_t)n));
-    if (!tp_nodes_has(&view.taken, request->node) && !claim(job, tools, what, reason, &view, why))
-        return false;
+    tp_view_reason(&view, request->text, reason + strlen(reason), sizeof reason - strlen(reason));
     /* Down alone would not last: a node that registers again may come back into service. Drain stays. */
-    return update(tools, what, "state=drain", reason, why) &&
+    return drain(job, tools, what, reason, &view, why) &&
            (request->verb == TP_DRAIN || update(tools, what, "state=down", reason, why));
 }
 
@@ -328,7 +356,7 @@ static bool comment_node(const struct tp_job *job, const struct tp_tools *tools,
                          char why[TP_WHY_MAX])
 {
     static const char mark[] = "torchpass";
-    struct tp_view view;
+    static struct tp_view view;
     if (!look(job, tools, request->node, request->node, &view, why))
         return false;
     if (*view.comment && strncmp(view.comment, mark, strlen(mark)) != 0)

@@ -16,9 +16,11 @@ enum { TP_WHY_MAX = 200 };
 struct tp_tools {
     const char *bin;     /* folder of scontrol and squeue, absolute */
     const char *confirm; /* program that is asked before a node is taken out, or NULL */
+    const char *self;    /* the node that we run on */
+    const char *run;     /* our folder there */
 };
 
-/* Does what the request asks; otherwise says why not. Blocks, at most about a minute. The caller has checked
+/* Does what the request asks; otherwise says why not. Blocks, at most for two minutes. The caller has checked
  * tp_request_allowed. */
 bool tp_act(const struct tp_job *, const struct tp_tools *, const struct tp_request *, char why[TP_WHY_MAX]);
 

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "hostlist.h"
+#include "name.h"
 #include "server.h"
 
 enum { BACKLOG = 1024 };
@@ -30,14 +31,14 @@ static bool address_of(const char *run, uint32_t jobid, const char *name, struct
 static int bind_socket(const struct tp_helper *as, struct sockaddr_un *address)
 {
     struct stat folder;
-    mkdir(as->run, 0755);
-    if (lstat(as->run, &folder) != 0)
+    mkdir(as->tools.run, 0755);
+    if (lstat(as->tools.run, &folder) != 0)
         return -1;
     if (!S_ISDIR(folder.st_mode) || folder.st_uid != geteuid() || (folder.st_mode & (S_IWGRP | S_IWOTH))) {
         errno = EPERM; /* somebody else could put a socket of his own there */
         return -1;
     }
-    if (!address_of(as->run, as->job.id, as->name, address)) {
+    if (!address_of(as->tools.run, as->job.id, as->tools.self, address)) {
         errno = ENAMETOOLONG;
         return -1;
     }
@@ -58,7 +59,7 @@ static int bind_socket(const struct tp_helper *as, struct sockaddr_un *address)
 int tp_helper_start_as(const struct tp_helper *as)
 {
     struct sockaddr_un address;
-    if (!tp_node_ok(as->name) || (*as->job.nodes && !tp_hostlist_ok(as->job.nodes)) || as->job.cap > TP_CAP_MAX) {
+    if (!tp_node_ok(as->tools.self) || (*as->job.nodes && !tp_hostlist_ok(as->job.nodes)) || as->job.cap > TP_CAP_MAX) {
         errno = EINVAL;
         return -1;
     }
@@ -93,34 +94,14 @@ int tp_helper_start_as(const struct tp_helper *as)
     return pid < 0 ? -1 : 0;
 }
 
-/* The prolog's environment names the node; the host's name is the way out where it does not. */
-static bool own_name(const char *nodes, char name[TP_NODE_MAX + 1])
-{
-    char host[256] = "";
-    const char *said = getenv("SLURMD_NODENAME");
-    gethostname(host, sizeof host - 1);
-    for (int i = 0; i < 3; i++) {
-        const char *try = i == 0 ? said : host;
-        if (i == 2)
-            host[strcspn(host, ".")] = '\0';
-        if (!try || !tp_node_ok(try) || (*nodes ? !tp_hostlist_has(nodes, try) : i == 1))
-            continue;
-        strcpy(name, try);
-        return true;
-    }
-    return false;
-}
-
 int tp_helper_start(uint32_t jobid, uid_t uid, const char *nodes, unsigned cap, const char *confirm)
 {
     char name[TP_NODE_MAX + 1];
     struct tp_helper as = {
         .job = {.id = jobid, .owner = uid, .nodes = nodes ? nodes : "", .cap = cap > TP_CAP_MAX ? TP_CAP_MAX : cap},
-        .tools = {.bin = TP_SLURM_BIN, .confirm = confirm && *confirm ? confirm : NULL},
-        .run = TP_RUN,
-        .name = name,
+        .tools = {.bin = TP_SLURM_BIN, .confirm = confirm && *confirm ? confirm : NULL, .self = name, .run = TP_RUN},
     };
-    if (!own_name(as.job.nodes, name)) {
+    if (!tp_own_name(as.job.nodes, name)) {
         errno = ENODEV;
         return -1;
     }
@@ -131,6 +112,6 @@ void tp_helper_stop(uint32_t jobid)
 {
     char name[TP_NODE_MAX + 1];
     struct sockaddr_un address;
-    if (own_name("", name) && address_of(TP_RUN, jobid, name, &address))
+    if (tp_own_name("", name) && address_of(TP_RUN, jobid, name, &address))
         unlink(address.sun_path);
 }

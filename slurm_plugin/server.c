@@ -28,7 +28,7 @@ enum {
     READ_MS = 2000,    /* for a client to send its line */
     QUEUE_MS = 30000,  /* for a request to be started */
     IDLE_MS = 30000,   /* to look whether we are still wanted, where nothing says so */
-    WORK_MS = 100000,  /* for a worker; its programs have their own, shorter limits */
+    WORK_MS = 130000,  /* for a worker; its programs have their own, shorter limits */
     STATE_WORKERS = 3, /* a site's check that hangs for one node must not hold up the others */
     COMMENT_WORKERS = 1,
 };
@@ -349,8 +349,8 @@ void tp_serve(const struct tp_helper *helper, int listener, const char *path)
     static char who[TP_NODE_MAX + 32];
     me = *helper;
     snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
-    snprintf(who, sizeof who, "job %u on %s", me.job.id, me.name);
-    tp_audit_open(me.run, who);
+    snprintf(who, sizeof who, "job %u on %s", me.job.id, me.tools.self);
+    tp_audit_open(me.tools.run, who);
 
     prctl(PR_SET_NAME, "torchpass-help");
     setsid();

@@ -10,8 +10,6 @@
 struct tp_helper {
     struct tp_job job;
     struct tp_tools tools;
-    const char *run;  /* folder of the socket */
-    const char *name; /* of this node */
 };
 
 /* Takes requests from `listener` for as long as `path` is its socket. */

@@ -16,6 +16,7 @@
 #include "act.h"
 #include "audit.h"
 #include "helper.h"
+#include "name.h"
 #include "record.h"
 #include "request.h"
 
@@ -26,7 +27,7 @@ enum {
     SWEEP_MS = 40000, /* slurmd kills the program after 60 s */
 };
 
-static struct tp_tools tools = {.bin = TP_SLURM_BIN};
+static struct tp_tools tools = {.bin = TP_SLURM_BIN, .run = TP_RUN};
 static long max_drain = -1;
 
 /* job<ID>.<name>; the name is letters and digits, so it says nothing to any program. */
@@ -78,6 +79,10 @@ static const char *judge(uint32_t id, uid_t caller, const char *line, ssize_t le
     bool noted = tp_record_read(id, &record) == 0 && record.uid == job.owner;
     if (noted && *record.nodes) /* as at the job's start: Slurm forgets a node that it has removed from the job */
         job.nodes = record.nodes;
+    static char self[TP_NODE_MAX + 1];
+    if (!tp_own_name(job.nodes, self))
+        return "this node is not one of the job's nodes";
+    tools.self = self;
     job.cap = max_drain >= 0 ? (unsigned)max_drain : noted ? record.spares : 0;
     no = tp_request_allowed(&job, caller, &request);
     if (!no)

@@ -52,7 +52,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const struct tp_job job = {.id = 7};
     char reason[TP_LINE_MAX + TP_REASON_MAX + 64];
     memcpy(text, data, size);
-    tp_view_begin(&view, &job, "n2");
+    tp_view_begin(&view, &job, "n2", "n9");
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n"))
         tp_view_line(&view, line);
     for (unsigned i = 0; i < view.taken.count; i++)
@@ -60,6 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             require(strcmp(view.taken.name[i], view.taken.name[j]) != 0);
     tp_view_reason(&view, "xid 79", reason, sizeof reason);
     require(strpbrk(reason, "\"'`\\\n") == NULL);
+    require(tp_view_claim(&view, reason, sizeof reason) || strlen(view.extra) > 100);
     free(text);
     return 0;
 }

@@ -59,14 +59,14 @@ static void cap(char **words)
     printf("%s\n", no ? no : "yes");
 }
 
-/* view JOB NODE HEX: what scontrol printed -> seen|taken,taken|reason|comment|reason to write */
+/* view JOB NODE HEX: what scontrol printed -> seen|taken,taken|marked|reason|comment|reason to write|claim */
 static void view(char **words)
 {
     const struct tp_job job = {.id = (uint32_t)atoi(words[0])};
     static struct tp_view seen;
     size_t length;
     char *text = unhex(words[2] ? words[2] : "", &length), line[4096];
-    tp_view_begin(&seen, &job, words[1]);
+    tp_view_begin(&seen, &job, words[1], "n9");
     for (size_t at = 0; at < length;) {
         size_t n = 0;
         for (; at < length && text[at] != '\n'; at++)
@@ -79,8 +79,11 @@ static void view(char **words)
     printf("%d|", seen.seen);
     for (unsigned i = 0; i < seen.taken.count; i++)
         printf("%s%s", i ? "," : "", seen.taken.name[i]);
+    printf("|%d|%s|%s", seen.marked, seen.reason, seen.comment);
     tp_view_reason(&seen, "news", line, sizeof line);
-    printf("|%s|%s|%s\n", seen.reason, seen.comment, line);
+    printf("|%s", line);
+    bool room = tp_view_claim(&seen, line, sizeof line);
+    printf("|%s\n", seen.seen_self && room ? line : "no claim");
     free(text);
 }
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -254,49 +255,87 @@ def test_a_list_that_slurm_would_not_write_is_not_handed_on(ask: Ask, nodes: str
     assert ask("ok", nodes.split(" ")[0] if nodes.startswith("-") else nodes.replace(" ", "\t")) == "0"
 
 
-def node(name: str, reason: str = "", comment: str = "", state: str = "MIXED") -> str:
+def node(name: str, reason: str = "", comment: str = "", extra: str = "", state: str = "") -> str:
     """As scontrol 22.05 to 26.05 print it."""
-    text = f"NodeName={name} Arch=x86_64 CoresPerSocket=1 \n   CPUAlloc=1 CPUTot=8\n   State={state} Weight=1\n"
-    if comment and not reason:
-        text += f"   Comment={comment}\n"
-    if reason:
-        text += f"   Reason={reason} [root@2026-11-30T13:56:20]\n"
-        text += f"   Comment={comment}\n" if comment else ""
-    return text + "\n"
+    lines = [f"NodeName={name} Arch=x86_64 CoresPerSocket=1 ", "   CPUAlloc=1 CPUTot=8 CPULoad=1.70"]
+    lines += [f"   State={state or ('MIXED+DRAIN' if reason else 'MIXED')} ThreadsPerCore=1 Weight=1 Owner=N/A"]
+    lines += [f"   Reason={reason} [root@2026-11-30T13:56:20]"] if reason else []
+    lines += [f"   Comment={comment}"] if comment else []
+    lines += [f"   Extra={extra}"] if extra else []
+    return "\n".join([*lines, "", ""])
 
 
 OURS = "torchpass job 7: xid 79"
-PLAIN = "torchpass job 7: news"
+NEWS = "torchpass job 7: news"
+TAKES = "torchpass job 7 takes n2"
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (node("n1") + node("n2") + node("n3"), f"1||||{PLAIN}"),
-        (node("n1"), f"0||||{PLAIN}"),
-        ("", f"0||||{PLAIN}"),
-        (node("n1", OURS) + node("n2"), f"1|n1|||{PLAIN}"),
-        (node("n1", OURS) + node("n2", OURS), f"1|n1,n2|{OURS}||{PLAIN}"),
-        (node("n2", OURS) + node("n2", OURS), f"1|n2|{OURS}||{PLAIN}"),
-        (node("n2", "bad DIMM"), f"1||bad DIMM||{PLAIN}; was: bad DIMM"),
-        (node("n2", "Not responding", state="DOWN*"), f"1||Not responding||{PLAIN}; was: Not responding"),
-        (node("n2", f"{OURS}; was: bad DIMM"), f"1|n2|{OURS}; was: bad DIMM||{PLAIN}; was: bad DIMM"),
-        (node("n2", "torchpass: no GPU 3"), f"1||torchpass: no GPU 3||{PLAIN}"),
-        (node("n2", "torchpass job 71: x"), f"1||torchpass job 71: x||{PLAIN}"),
-        (node("n2", "bad [slot 3]"), f"1||bad [slot 3]||{PLAIN}; was: bad [slot 3]"),
-        (node("n2", 'a "b" \\c `d`'), f"1||a ?b? ?c ?d?||{PLAIN}; was: a ?b? ?c ?d?"),
-        (node("n2", comment="RMA 4711"), f"1|||RMA 4711|{PLAIN}"),
-        # what a user could write into a comment does not become a line of its own
-        (node("n1", comment=f"x    Reason={OURS}") + node("n2"), f"1||||{PLAIN}"),
-        (node("n1", comment="x NodeName=n2") + node("n3"), f"0||||{PLAIN}"),
-        (f"Reason={OURS}\n   Reason={OURS}\n" + node("n2"), f"1||||{PLAIN}"),
-        (node("n2", "x" * 3000), f"1||{'x' * 255}||{PLAIN}; was: {'x' * 255}"),
-        (node("n" * 300, OURS) + node("n2"), f"1||||{PLAIN}"),
-        ("\0\n\n   \n   Reason=\n" + node("n2"), f"1||||{PLAIN}"),
-    ],
-)
-def test_what_slurm_says_about_the_nodes(ask: Ask, text: str, answer: str) -> None:
-    assert ask("view", 7, "n2", text.encode().replace(b"\0", b"?")) == answer
+@dataclass
+class View:
+    """What the helper on n9, which is asked to take n2 out for job 7, makes of what scontrol says."""
+
+    seen: str = "1"
+    taken: str = ""
+    marked: str = "0"
+    reason: str = ""
+    comment: str = ""
+    new_reason: str = NEWS
+    new_extra: str = "no claim"
+
+
+VIEWS = [
+    (node("n1") + node("n2") + node("n3"), View()),
+    (node("n1"), View(seen="0")),
+    ("", View(seen="0")),
+    # what counts as taken out
+    (node("n1", OURS) + node("n2"), View(taken="n1")),
+    (node("n1", OURS) + node("n2", OURS), View(taken="n1,n2", marked="1", reason=OURS)),
+    (node("n2", OURS) + node("n2", OURS), View(taken="n2", marked="1", reason=OURS)),
+    (node("n2", OURS, state="DOWN*+DRAIN"), View(taken="n2", marked="1", reason=OURS)),
+    (node("n2", OURS, state="IDLE"), View(taken="n2")),  # back in service
+    (node("n2", "torchpass: no GPU 3"), View(reason="torchpass: no GPU 3")),
+    (node("n2", "torchpass job 71: x"), View(reason="torchpass job 71: x")),
+    (node("n1", extra="torchpass job 7 takes n5") + node("n2"), View(taken="n5")),
+    (node("n1", OURS, extra="torchpass job 7 takes n1") + node("n2"), View(taken="n1")),
+    (node("n1", extra='{"a": "b"} torchpass job 7 takes n5') + node("n2"), View(taken="n5")),
+    (node("n1", extra="torchpass job 71 takes n5") + node("n2"), View()),
+    (node("n1", extra="torchpass job 7 takes ") + node("n2"), View()),
+    (node("n1", extra=f"torchpass job 7 takes {'n' * 64}") + node("n2"), View()),
+    # other people's reasons and comments
+    (node("n2", "bad DIMM"), View(reason="bad DIMM", new_reason=f"{NEWS}; was: bad DIMM")),
+    (node("n2", "bad DIMM", state="IDLE"), View()),
+    (
+        node("n2", "Not responding", state="DOWN*"),
+        View(reason="Not responding", new_reason=f"{NEWS}; was: Not responding"),
+    ),
+    (
+        node("n2", f"{OURS}; was: bad DIMM"),
+        View(taken="n2", marked="1", reason=f"{OURS}; was: bad DIMM", new_reason=f"{NEWS}; was: bad DIMM"),
+    ),
+    (node("n2", "bad [slot 3]"), View(reason="bad [slot 3]", new_reason=f"{NEWS}; was: bad [slot 3]")),
+    (node("n2", 'a "b" \\c `d`'), View(reason="a ?b? ?c ?d?", new_reason=f"{NEWS}; was: a ?b? ?c ?d?")),
+    (node("n2", "x" * 3000), View(reason="x" * 255, new_reason=f"{NEWS}; was: {'x' * 255}")),
+    (node("n2", comment="RMA 4711"), View(comment="RMA 4711")),
+    # our own claim
+    (node("n2") + node("n9"), View(new_extra=TAKES)),
+    (node("n2") + node("n9", extra='{"a": "b"}'), View(new_extra=f'{{"a": "b"}} {TAKES}')),
+    (node("n2") + node("n9", extra="torchpass job 7 takes n3"), View(new_extra=TAKES)),
+    (node("n2") + node("n9", extra="x torchpass job 5 takes n3"), View(new_extra=f"x {TAKES}")),
+    (node("n2") + node("n9", extra="x" * 1000), View(new_extra=f"{'x' * 1000} {TAKES}")),
+    (node("n2") + node("n9", extra="x" * 1001), View()),
+    # what a user could write into a comment does not become a line of its own
+    (node("n1", comment=f"x    Reason={OURS}") + node("n2"), View()),
+    (node("n1", comment="torchpass job 7 takes n5") + node("n2"), View()),
+    (node("n1", comment="x NodeName=n2") + node("n3"), View(seen="0")),
+    (f"Reason={OURS}\n   Reason={OURS}\n" + node("n2"), View()),
+    (node("n" * 300, OURS) + node("n2"), View()),
+    ("?\n\n   \n   Reason=\n   State=\n   Extra=\n" + node("n2"), View()),
+]
+
+
+@pytest.mark.parametrize(("text", "view"), VIEWS, ids=[str(number) for number in range(len(VIEWS))])
+def test_what_slurm_says_about_the_nodes(ask: Ask, text: str, view: View) -> None:
+    assert View(*ask("view", 7, "n2", text.encode()).split("|")) == view
 
 
 # --- the fuzzer ---------------------------------------------------------------------------------------
@@ -321,7 +360,10 @@ def fuzz(program: Path, folder: Path, seconds: int) -> None:
         (corpus / str(number)).write_bytes(seed)
     words = folder / "words"
     words.write_text(
-        "".join(f'"{word}"\n' for word in ("drain ", "down ", "jobcomment ", "   Reason=", "NodeName=", OURS))
+        "".join(
+            f'"{word}"\n'
+            for word in ("drain ", "down ", "jobcomment ", "   Reason=", "   Extra=", "NodeName=", OURS, TAKES)
+        )
     )
     run = subprocess.run(
         [program, f"-max_total_time={seconds}", "-max_len=4096", f"-dict={words}", "-timeout=5", corpus],
