@@ -397,7 +397,8 @@ bed = Bed(nodes=3)
 bed.start()
 bed.popen(["srun", "-N3", "sleep", "1000"])
 bed.popen(["sleep", "1000"], node="n2")
-bed.wait(lambda: "RUNNING" in bed.run(["squeue", "-h", "-o", "%T"]).stdout, "it runs")
+for node in ("n1", "n2", "n3"):
+    bed.wait(lambda: "sleep 1000" in bed.run(["ps", "-u", "alice", "-o", "args="], node=node, check=False).stdout, "runs")
 print(json.dumps({"dir": str(bed.dir), "keeper": bed._keeper.pid}), flush=True)
 time.sleep(1000)
 """
