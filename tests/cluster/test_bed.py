@@ -398,7 +398,7 @@ bed.start()
 bed.popen(["srun", "-N3", "sleep", "1000"])
 bed.popen(["sleep", "1000"], node="n2")
 for node in ("n1", "n2", "n3"):
-    bed.wait(lambda: "sleep 1000" in bed.run(["ps", "-u", "alice", "-o", "args="], node=node, check=False).stdout, "runs")
+    bed.wait(lambda: "sleep" in bed.run(["ps", "-u", "alice", "-o", "comm="], node=node, check=False).stdout, "it runs")
 print(json.dumps({"dir": str(bed.dir), "keeper": bed._keeper.pid}), flush=True)
 time.sleep(1000)
 """
