@@ -15,15 +15,18 @@ pytestmark = pytest.mark.timeout(300)
 Oracle = Callable[..., Run]
 
 
-def assert_drained(bed: Bed, node: str, job: int, dead: bool = True) -> None:
-    def drained() -> bool:
-        state = bed.node(node)["State"]
-        return "DRAIN" in state and (not dead or "DOWN" in state)
-
-    bed.wait(drained, f"{node} is drained", 10)
+def assert_drained(bed: Bed, node: str, job: int) -> None:
+    bed.wait(lambda: "DRAIN" in bed.node(node)["State"], f"{node} is drained", 10)
     found = bed.node(node)
     assert f"torchpass job {job}: " in found["Reason"], found
     assert " step " in found["Reason"], found
+
+
+def assert_stays_out(bed: Bed, node: str) -> None:
+    """Drained and down: it does not come back by itself."""
+    state = bed.node(node)["State"]
+    assert "DOWN" in state, state
+    assert "DRAIN" in state, state
 
 
 def assert_not_drained(bed: Bed, *nodes: str) -> None:
@@ -38,6 +41,7 @@ def test_a_node_dies(bed: Bed, undisturbed: Oracle) -> None:
     bed.kill(victim)
     assert_drained(bed, victim, job.id)
     shown = job.end()
+    assert_stays_out(bed, victim)
     job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
     assert "spares=1/2 failovers=1 finished" in shown["Comment"]
     assert f"{victim}->" in shown["Comment"]
@@ -66,6 +70,7 @@ def test_a_link_is_cut(carrier: bool, bed: Bed, undisturbed: Oracle) -> None:
     bed.cut(victim, carrier)
     assert_drained(bed, victim, job.id)
     job.end()
+    assert_stays_out(bed, victim)
     job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
 
 
@@ -77,6 +82,7 @@ def test_the_node_of_rank_0_dies(bed: Bed, undisturbed: Oracle) -> None:
     bed.kill(victim)
     assert_drained(bed, victim, job.id)
     job.end()
+    assert_stays_out(bed, victim)
     job.assert_equal(undisturbed("gpt-slurm", GPT), {0, 1})
 
 
@@ -86,7 +92,7 @@ def test_a_frozen_node(bed: Bed, undisturbed: Oracle) -> None:
     job.wait_step(20)
     victim = job.node_of(2)
     bed.freeze(victim)
-    assert_drained(bed, victim, job.id, dead=False)
+    assert_drained(bed, victim, job.id)
     bed.thaw(victim)
     job.end()
     job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
