@@ -270,10 +270,9 @@ class Supervisor:
                 await self._spawn(worker)
                 break
             except zygote.ZygoteLost as e:
-                # Another zygote is on its way. Should it have forked the worker before it was lost: that one is refused
-                # and ends, since its name is given to nobody.
+                # Another zygote is on its way, and no attempt of this slot has failed.
                 if attempt < _START_ATTEMPTS - 1 and not self.ending:
-                    del self.workers[worker.name]
+                    self._disown(worker)
                     continue
                 why = f"the process that forks workers was lost ({e})"
             except OSError as e:
@@ -289,6 +288,14 @@ class Supervisor:
         if not worker.warm and worker.returncode is None:
             self._say(f"node {self.spec.node}: {worker.name} is not warm after {self.timeouts.warm:g} s; killing it")
             worker.kill()
+
+    def _disown(self, worker: Worker) -> None:
+        """Nobody knows whether it was made before its zygote was lost. It may even have said that it is warm."""
+        del self.workers[worker.name]  # should it come only now, it is refused and ends
+        self._post(WorkerExited(worker.slot, worker.name, -signal.SIGKILL))
+        if worker.link is not None:
+            worker.kill()
+            worker.link.close()
 
     def _new_worker(self, slot: Slot) -> Worker:
         name = f"n{self.spec.node}s{slot.index}w{slot.started}"
