@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -86,6 +88,27 @@ def test_a_lost_result_is_held_and_replayed_in_place(poll: bool) -> None:
     assert torch.equal(values[0], expected())
 
 
+def test_who_waits_for_a_failure_is_not_woken_by_operations() -> None:
+    """A thread always waits for one; waking it costs more than all else that an operation costs here."""
+    world = World(2).live()
+    woken: list[int] = []
+
+    def watch() -> None:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        world.ranks[0].journal.wait_failure(20.0)
+        woken.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    time.sleep(0.05)
+    for _ in range(200):
+        world.each(all_reduce)
+    world.ranks[0].journal.close()
+    watching.join(10.0)
+    assert woken
+    assert woken[0] < 50
+
+
 def test_a_newcomer_is_served_finished_operations_and_pending_ones_complete() -> None:
     """Rank 2 dies after its first of two operations; a fresh rank 2 runs both from the start of the step."""
     world = World(3).live()
@@ -139,6 +162,44 @@ def test_memory_of_the_journal_is_reused() -> None:
         world.each(all_reduce)
     assert world.ranks[0].journal.stats()["bytes"] == 4000
     assert world.ranks[0].journal.stats()["peak_bytes"] <= 8000
+
+
+FORMS = {
+    "other-shape": lambda rank: input_of(rank, 1, 24).view(2, 3, 4),
+    "other-type": lambda rank: torch.arange(12) + rank,
+    "half": lambda rank: input_of(rank, 1, 48).bfloat16(),
+    "transposed": lambda rank: input_of(rank, 1, 24).view(4, 6).t(),
+    "slice": lambda rank: input_of(rank, 1, 30)[3:27],
+    "scalar": lambda rank: input_of(rank, 1, 24).sum(),
+    "large": lambda rank: input_of(rank, 1, 1 << 18),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_in_reused_memory_is_exact_whatever_the_tensors_form(form: str) -> None:
+    """Earlier steps fill the pool with copies of 96 bytes; then a result is lost, and computed again from a copy."""
+    world = World(2).live()
+    for step in range(3):
+        for rank in world.ranks:
+            rank.journal.step = step
+        world.each(lambda r: r.backend.allreduce([input_of(r.rank, 0, 24)], SUM).wait())
+    for rank in world.ranks:
+        rank.journal.step = 3
+    world.ranks[0].journal.arm(3, 1, _native.Fault.DROP)
+    world.each(lambda r: all_reduce(r))  # gives the copies of step 2 back to the pool
+    values = [FORMS[form](r) for r in range(2)]
+    works = [r.backend.allreduce([v], SUM) for r, v in zip(world.ranks, values, strict=True)]
+    assert "dropped" in world.ranks[0].journal.wait_failure(10.0)
+    works[1].wait()
+    for rank in world.ranks:
+        rank.journal.suspend()
+        assert rank.journal.drain(10.0)
+        rank.group.adopt(None)
+    world.connect()
+    world.each(lambda r: r.journal.replay(3))
+    works[0].wait()
+    assert torch.equal(values[0], values[1])
+    assert torch.allclose(values[0].double(), (FORMS[form](0) + FORMS[form](1)).double())
 
 
 def test_over_the_byte_budget_training_goes_on_but_the_step_is_not_replayable() -> None:

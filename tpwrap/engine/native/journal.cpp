@@ -3,18 +3,26 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <thread>
 
 namespace torchpass {
 namespace {
 
-FuturePtr new_future() {
-  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-}
+FuturePtr new_future() { return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors()); }
 
 // Shares storage with `t` but neither autograd history nor version counter: writing through it must not look like an
 // in-place modification to autograd, as gloo's own writes do not.
 Tensor raw(const Tensor& t) { return t.variable_data(); }
+
+// Below this many bytes one thread copies as fast as several, and the dispatcher would cost more than the copy.
+constexpr int64_t kSmall = 1 << 17;
+
+// Whether all of it is one plain piece of memory, so that bytes can stand for it.
+bool plain(const Tensor& t) {
+  return t.layout() == at::kStrided && t.has_storage() && t.is_contiguous() && !t.is_conj() && !t.is_neg() &&
+         !t.is_quantized();
+}
 
 void overwrite(Tensors& out, const Tensors& in) {
   at::NoGradGuard no_grad;
@@ -46,7 +54,7 @@ void Group::adopt(BackendPtr inner) {
     inner_ = std::move(inner);
     epoch_++;
     journal_.in_flight_ -= std::exchange(in_flight_, 0);
-    journal_.cv_.notify_all();
+    if (journal_.in_flight_ == 0) journal_.progress_.notify_all();
     if (!inner_ || journal_.mode_ != Journal::Mode::live) return;
   }
   // The journal is live already: a group just created, or one that the newcomer's script created later than its entry.
@@ -251,13 +259,14 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
       if (journal_.mode_ == Journal::Mode::live) {
         journal_.mode_ = Journal::Mode::held;
         journal_.failure_ = error->empty() ? "unknown communication error" : *error;
-        journal_.cv_.notify_all();
+        journal_.failed_.notify_all();
+        journal_.progress_.notify_all();
       }
       return;
     }
     entry->done = true;
     if (entry->scratch) {
-      journal_.replaying_--;
+      if (--journal_.replaying_ == 0) journal_.progress_.notify_all();
       return;
     }
     if (entry->step >= 0 || journal_.recorded_ < 0) {
@@ -275,7 +284,8 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
         recorded_[entry->index] = {};  // an empty record: the newcomer echoes, its state comes from a replica
       }
     }
-    for (auto& t : entry->call.out) entry->shapes.emplace_back(t.sizes().vec(), t.options());
+    if (!entry->call.in_place)
+      for (auto& t : entry->call.out) entry->shapes.emplace_back(t.sizes().vec(), t.options());
     out = std::move(entry->call.out);
     entry->call.out.clear();
     future = std::move(entry->future);
@@ -288,8 +298,7 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
 void Group::ended(uint64_t epoch) {
   if (epoch != epoch_) return;  // adopt() has written it off
   in_flight_--;
-  journal_.in_flight_--;
-  journal_.cv_.notify_all();
+  if (--journal_.in_flight_ == 0) journal_.progress_.notify_all();
 }
 
 void Group::replay(int64_t from_step) {
@@ -318,8 +327,9 @@ void Group::replay(int64_t from_step) {
   for (auto& e : todo) {
     at::NoGradGuard no_grad;
     if (e->scratch) {
-      for (size_t i = 0; i < e->shapes.size(); i++)
-        e->call.out.push_back(e->call.in_place ? e->call.in[i].clone() : at::empty(e->shapes[i].first, e->shapes[i].second));
+      if (e->call.in_place)
+        for (auto& t : e->call.in) e->call.out.push_back(t.clone());
+      for (auto& [sizes, options] : e->shapes) e->call.out.push_back(at::empty(sizes, options));
     } else if (e->call.in_place && e->replayable) {
       overwrite(e->call.out, e->call.in);  // the failed attempt may have left partial sums in the caller's buffer
     }
@@ -355,11 +365,12 @@ void Journal::set_step(int64_t step) {
 void Journal::suspend() {
   std::lock_guard<std::mutex> lock(m_);
   if (mode_ == Mode::live) mode_ = Mode::held;
+  progress_.notify_all();
 }
 
 bool Journal::drain(double seconds) {
   std::unique_lock<std::mutex> lock(m_);
-  return cv_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return in_flight_ == 0; });
+  return progress_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return in_flight_ == 0; });
 }
 
 void Journal::go_offline() {
@@ -401,8 +412,8 @@ void Journal::replay(int64_t from_step) {
 
 bool Journal::wait_replayed(double seconds) {
   std::unique_lock<std::mutex> lock(m_);
-  return cv_.wait_for(lock, std::chrono::duration<double>(seconds),
-                      [&] { return replaying_ == 0 || mode_ != Mode::live; });
+  return progress_.wait_for(lock, std::chrono::duration<double>(seconds),
+                            [&] { return replaying_ == 0 || mode_ != Mode::live; });
 }
 
 void Journal::set_budget(int64_t bytes) {
@@ -417,7 +428,7 @@ bool Journal::replayable(int64_t from_step) {
 
 std::string Journal::wait_failure(double seconds) {
   std::unique_lock<std::mutex> lock(m_);
-  cv_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return closed_ || !failure_.empty(); });
+  failed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return closed_ || !failure_.empty(); });
   return std::exchange(failure_, std::string());
 }
 
@@ -435,7 +446,7 @@ void Journal::hold(bool on) {
 void Journal::close() {
   std::lock_guard<std::mutex> lock(m_);
   closed_ = true;
-  cv_.notify_all();
+  failed_.notify_all();
   watch_cv_.notify_all();
 }
 
@@ -454,7 +465,8 @@ Fault Journal::next_fault() {  // m_ is held
 
 // All ranks have reached `step`: no newcomer can enter before it, so older contributions are never asked for again.
 void Journal::trim(int64_t step) {  // m_ is held
-  common_ = std::max(common_, step);
+  if (step <= common_) return;  // done: at the first collective of that step
+  common_ = step;
   for (auto& w : groups_) {
     auto g = w.lock();
     if (!g) continue;
@@ -465,39 +477,45 @@ void Journal::trim(int64_t step) {  // m_ is held
   }
 }
 
-// Copies come from a pool: a step's worth of fresh malloc would page-fault through the same megabytes every step.
+// Copies come from a pool: a step's worth of fresh malloc would page-fault through the same megabytes every step. Training
+// repeats itself, so what comes out has, as a rule, the right shape already.
 Tensor Journal::keep(const Tensor& t) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;  // no view tracking: a view would keep its base alive
-  if (t.layout() != at::kStrided || !t.is_non_overlapping_and_dense() || !t.is_contiguous()) return t.detach().clone();
-  const auto key = std::make_pair(static_cast<int64_t>(t.nbytes()), static_cast<int>(t.device().type()));
-  Tensor buffer;
+  if (!plain(t)) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;  // no view tracking: a view would keep its base alive
+    return t.detach().clone();
+  }
+  const auto bytes = static_cast<int64_t>(t.nbytes());
+  Tensor copy;
   {
     std::lock_guard<std::mutex> lock(m_);
-    auto it = pool_.find(key);
+    auto it = pool_.find({bytes, t.device().type(), t.device().index()});
     if (it != pool_.end() && !it->second.empty()) {
-      buffer = std::move(it->second.back());
+      copy = std::move(it->second.back());
       it->second.pop_back();
-      pooled_ -= key.first;
+      pooled_ -= bytes;
     }
   }
-  if (!buffer.defined()) buffer = at::empty({key.first}, t.options().dtype(at::kByte));
-  auto view = buffer.view(t.scalar_type()).view(t.sizes());
-  view.copy_(t.detach());
-  return view;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!copy.defined()) {
+    copy = at::empty(t.sizes(), t.options());
+  } else if (copy.scalar_type() != t.scalar_type() || copy.sizes() != t.sizes()) {
+    copy = copy.view({-1}).view(t.scalar_type()).view(t.sizes());
+  }
+  if (bytes <= kSmall && t.is_cpu()) std::memcpy(copy.mutable_data_ptr(), t.const_data_ptr(), t.nbytes());
+  else copy.copy_(t);
+  return copy;
 }
 
 void Journal::recycle(Entry& entry) {  // m_ is held
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   bytes_ -= entry.bytes;
+  if (!entry.replayable) return;
   for (auto& t : entry.call.in) {
     const auto bytes = static_cast<int64_t>(t.nbytes());
-    if (bytes == 0 || t.layout() != at::kStrided || !t.has_storage() || t.storage_offset() != 0 ||
-        static_cast<int64_t>(t.storage().nbytes()) != bytes || pooled_ + bytes > budget_ || !entry.replayable)
+    if (bytes == 0 || pooled_ + bytes > budget_ || !plain(t) || t.storage_offset() != 0 ||
+        static_cast<int64_t>(t.storage().nbytes()) != bytes)
       continue;
     if (t.use_count() > 1 || t.storage().use_count() > 1) continue;  // an inner operation still reads it
-    auto buffer = at::empty({0}, t.options().dtype(at::kByte));
-    buffer.set_(t.storage(), 0, {bytes}, {1});
-    pool_[{bytes, static_cast<int>(t.device().type())}].push_back(buffer);
+    pool_[{bytes, t.device().type(), t.device().index()}].push_back(std::move(t));
     pooled_ += bytes;
   }
 }

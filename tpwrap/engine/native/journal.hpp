@@ -20,6 +20,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 namespace torchpass {
@@ -139,7 +140,8 @@ class Journal : public std::enable_shared_from_this<Journal> {
   void watch(std::shared_ptr<Group> group, EntryPtr entry, WorkPtr work, uint64_t epoch);
 
   std::mutex m_;
-  std::condition_variable cv_;
+  std::condition_variable progress_;  // somebody drains, or waits for a replay
+  std::condition_variable failed_;    // apart: a thread always waits here, and every operation would wake it
   Mode mode_ = Mode::held;
   bool held_ = false, closed_ = false;
   std::string failure_;
@@ -152,7 +154,8 @@ class Journal : public std::enable_shared_from_this<Journal> {
   int64_t issued_in_step_ = 0, issued_ = 0, bad_ = 0, armed_step_ = -3, armed_nth_ = -1;
   Fault armed_ = Fault::none;
   std::vector<std::weak_ptr<Group>> groups_;
-  std::map<std::pair<int64_t, int>, std::vector<Tensor>> pool_;  // (bytes, device) -> free buffers
+  // Free copies, by bytes and device.
+  std::map<std::tuple<int64_t, c10::DeviceType, c10::DeviceIndex>, std::vector<Tensor>> pool_;
   int64_t pooled_ = 0;
 
   struct Watched { std::shared_ptr<Group> group; EntryPtr entry; WorkPtr work; uint64_t epoch; };
