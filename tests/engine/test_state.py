@@ -158,7 +158,7 @@ def test_the_gate_keeps_updates_whole() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def update() -> None:
-        with gate.passing():
+        with gate:
             inside.set()
             leave.wait(5)
             log.append("updated")
@@ -167,7 +167,7 @@ def test_the_gate_keeps_updates_whole() -> None:
     first.start()
     inside.wait(5)
     gate.close()
-    second = threading.Thread(target=lambda: (gate.passing().__enter__(), log.append("second")))
+    second = threading.Thread(target=lambda: (gate.__enter__(), log.append("second")))
     second.start()
     threading.Timer(0.05, leave.set).start()
     gate.settle()

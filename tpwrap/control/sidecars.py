@@ -166,8 +166,12 @@ def fetch(address: str, key: bytes, rank: int, step: int, timeout: float) -> byt
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
     """Read `size` bytes or raise ConnectionError."""
+    data = sock.recv(size, socket.MSG_WAITALL)  # one call and no copy, as a rule; with a timeout it may be a part
+    if len(data) == size:
+        return data
     buffer = bytearray(size)
-    view = memoryview(buffer)
+    buffer[: len(data)] = data
+    view = memoryview(buffer)[len(data) :]
     while len(view):
         got = sock.recv_into(view)
         if got == 0:

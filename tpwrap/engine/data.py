@@ -23,21 +23,8 @@ class Origin:
     epoch: int
     passes: int
     batch: int
-    at_pass: dict[str, Any]
-    at_batch: dict[str, Any]
-
-    def pack(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "passes": self.passes,
-            "batch": self.batch,
-            "at_pass": self.at_pass,
-            "at_batch": self.at_batch,
-        }
-
-    @staticmethod
-    def unpack(values: dict[str, Any]) -> Origin:
-        return Origin(**values)
+    at_pass: randomness.State
+    at_batch: randomness.State
 
 
 def iterator_at(loader: Any, origin: Origin) -> Iterator[Any]:

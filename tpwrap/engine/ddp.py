@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-_instances: weakref.WeakSet[Any] = weakref.WeakSet()
+_instances: list[weakref.ref[Any]] = []
 
 
 class _Readiness:
@@ -48,7 +48,7 @@ def install(offline: Callable[[], bool]) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _instances.add(self)
+        _instances.append(weakref.ref(self, _instances.remove))
         if offline():
             _readiness[self] = _Readiness(self)
 
@@ -57,8 +57,12 @@ def install(offline: Callable[[], bool]) -> None:
 
 def will_synchronize() -> bool:
     """Whether the backward pass about to start contributes to the update (False inside `no_sync`)."""
-    instances = list(_instances)
+    instances = _alive()
     return not instances or any(instance.require_backward_grad_sync for instance in instances)
+
+
+def _alive() -> list[Any]:
+    return [instance for one in list(_instances) if (instance := one()) is not None]
 
 
 def finish_bucket_phase(step: int) -> None:
@@ -66,7 +70,7 @@ def finish_bucket_phase(step: int) -> None:
 
     Just before the step in whose forward the survivors rebuild, nothing is done: the newcomer does it there, live.
     """
-    for instance in list(_instances):
+    for instance in _alive():
         readiness = _readiness.pop(instance, None)
         order = [] if readiness is None else readiness.stop()
         if instance.static_graph and step >= 2:
@@ -77,12 +81,16 @@ def finish_bucket_phase(step: int) -> None:
 
 def layout_step() -> int:
     """The first step at which all bucket layouts are final."""
-    return max(map(_rebuilt_at, list(_instances)), default=2)
+    return max(map(_rebuilt_at, _alive()), default=2)
+
+
+LAST_LAYOUT_STEP = 3
+"""what `layout_step` is at most"""
 
 
 def _rebuilt_at(instance: Any) -> int:
     """A static graph is learned in the first pass, and the order of its gradients only in the second one."""
-    return 3 if instance.static_graph else 2
+    return LAST_LAYOUT_STEP if instance.static_graph else 2
 
 
 def _second_pass(instance: Any, order: list[torch.nn.Parameter]) -> None:
@@ -109,7 +117,7 @@ def layout(step: int) -> str:
 
     Call it where no backward pass is running: it takes the reducer's lock.
     """
-    instances = sorted(_instances, key=id)
+    instances = _alive()
     if step < layout_step() or not instances:
         return ""
     parts = []

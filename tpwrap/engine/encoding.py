@@ -6,7 +6,8 @@ is registered or published, with its place named, not when a newcomer needs it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -38,7 +39,23 @@ def tensor_from(data: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
 
 def encode(value: Any) -> bytes:
     """Encode `value`. Raises TypeError that names the place of what cannot be encoded."""
-    return msgspec.msgpack.encode(_pack(value, "value"))
+    return msgspec.msgpack.encode(_pack(value, None))
+
+
+def packed_items(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `values` can be encoded, for `encode_packed`. (A scheduler's state may hold functions.)"""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = _pack(value, None)
+        except TypeError:
+            continue
+    return found
+
+
+def encode_packed(value: Any) -> bytes:
+    """Encode lists, dicts and bytes around results of `packed_items`."""
+    return msgspec.msgpack.encode(value)
 
 
 def decode(data: bytes) -> Any:
@@ -50,32 +67,42 @@ def _extension(code: int, *parts: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(parts))
 
 
-def _pack(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, (bool, str, bytes)) or type(value) is float:
+# Where a value stands: the place of its container, and its key there. Only an error spells it out.
+_Place: TypeAlias = "tuple[_Place, object] | None"
+_AS_IS = frozenset({type(None), bool, str, bytes, float})
+
+
+def _pack(value: Any, where: _Place) -> Any:
+    kind = type(value)
+    if kind in _AS_IS:
         return value
-    if type(value) is int:
+    if kind is int:
         return value if -(1 << 63) <= value < 1 << 63 else _extension(_BIGINT, str(value))
+    if kind is list:
+        return [v if type(v) in _AS_IS else _pack(v, (where, i)) for i, v in enumerate(value)]
+    if kind is tuple:
+        return _extension(_TUPLE, [_pack(v, (where, i)) for i, v in enumerate(value)])
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
-            raise TypeError(f"{where}: a {value.layout} tensor cannot be encoded; register a dense one")
+            raise TypeError(f"{_spell(where)}: a {value.layout} tensor cannot be encoded; register a dense one")
         return _extension(_TENSOR, dtype_name(value.dtype), list(value.shape), tensor_bytes(value))
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype.hasobject:
-            raise TypeError(f"{where}: an array of Python objects cannot be encoded; register plain data")
+            raise TypeError(f"{_spell(where)}: an array of Python objects cannot be encoded; register plain data")
         scalar = isinstance(value, np.generic)
         return _extension(_ARRAY, array.dtype.str, list(array.shape), array.tobytes(), scalar)
-    if isinstance(value, tuple):
-        return _extension(_TUPLE, [_pack(v, f"{where}[{i}]") for i, v in enumerate(value)])
-    if isinstance(value, list):
-        return [_pack(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return _extension(_SET, [_pack(v, f"{where}{{}}") for v in sorted(value, key=repr)])
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (str, int)):
-                raise TypeError(f"{where}: dictionary key {key!r} is neither str nor int")
-        return {key: _pack(v, f"{where}[{key!r}]") for key, v in value.items()}
+                raise TypeError(f"{_spell(where)}: dictionary key {key!r} is neither str nor int")
+        return {key: v if type(v) in _AS_IS else _pack(v, (where, key)) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return _pack(list(value) if isinstance(value, list) else tuple(value), where)
+    if isinstance(value, (set, frozenset)):
+        return _extension(_SET, [_pack(v, (where, _IN_SET)) for v in sorted(value, key=repr)])
+    if isinstance(value, (str, bytes)):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -83,9 +110,19 @@ def _pack(value: Any, where: str) -> Any:
     if isinstance(value, complex):
         return _extension(_COMPLEX, value.real, value.imag)
     raise TypeError(
-        f"{where}: {type(value).__name__} cannot be encoded; use None, bool, int, float, str, bytes, list, tuple, "
+        f"{_spell(where)}: {kind.__name__} cannot be encoded; use None, bool, int, float, str, bytes, list, tuple, "
         "set, dict, NumPy arrays or tensors"
     )
+
+
+_IN_SET = object()
+
+
+def _spell(where: _Place) -> str:
+    if where is None:
+        return "value"
+    container, key = where
+    return _spell(container) + ("{}" if key is _IN_SET else f"[{key!r}]")
 
 
 def _unpack(value: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 
 
 class CommitGate:
@@ -15,19 +13,17 @@ class CommitGate:
         self._open.set()
         self._updating = threading.Lock()
 
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Wait until the gate is open and keep it from being shut meanwhile."""
+    def __enter__(self) -> None:
+        """Pass: wait until the gate is open, and keep it from being shut until the end of the `with`."""
         while True:
             self._open.wait()
             self._updating.acquire()
             if self._open.is_set():
-                break
+                return
             self._updating.release()
-        try:
-            yield
-        finally:
-            self._updating.release()
+
+    def __exit__(self, *_: object) -> None:
+        self._updating.release()
 
     def close(self) -> None:
         """No new update starts; one that runs goes on. Does not wait."""

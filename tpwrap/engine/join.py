@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpwrap.control.messages import Plan, Ready, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp, sidecar, transfer
 from tpwrap.engine.communicators import Aborted
+from tpwrap.engine.sidecar import Sidecar
 from tpwrap.engine.state import StateError, combined
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ def setup_record(runtime: Runtime, plan: Plan) -> bytes:
     return _fetch(runtime, plan, SETUP_STEP)
 
 
-def sidecar_of(runtime: Runtime, plan: Plan) -> dict[str, Any]:
+def sidecar_of(runtime: Runtime, plan: Plan) -> Sidecar:
     """The failed rank's sidecar for the plan's step."""
-    return sidecar.decode(_fetch(runtime, plan, plan.step))
+    return Sidecar.decode(_fetch(runtime, plan, plan.step))
 
 
 def _fetch(runtime: Runtime, plan: Plan, step: int) -> bytes:
@@ -62,7 +63,7 @@ def join(runtime: Runtime, steps: Steps, step: int) -> bool:
         return True
 
 
-def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], bytes]:
+def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
     clock = _Stages()
     runtime.injector.at("recovery", plan.step, "restore")
     # From the assignment to the point of entry: imports, set-up, the offline body.
@@ -74,7 +75,7 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[dict[str, Any], 
     if any(communicator.group.served_mismatches for communicator in runtime.communicators.all):
         raise StateError("the script's set-up ran other collectives here than it did in the failed rank")
     blob = _fetch(runtime, plan, plan.step)
-    restored = sidecar.decode(blob)
+    restored = Sidecar.decode(blob)
     inventory, _ = transfer.restore(
         steps.state,
         [plan.members[rank] for rank in plan.sources],

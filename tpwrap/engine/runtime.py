@@ -145,7 +145,7 @@ class Runtime:
 
     def progress(self, step: int) -> None:
         """Runs in the training thread at every commit."""
-        if step == ddp.layout_step():
+        if step <= ddp.LAST_LAYOUT_STEP and step == ddp.layout_step():
             self.layout = ddp.layout(step)
         now = time.monotonic()
         if now - self._last_progress >= _PROGRESS_PERIOD:

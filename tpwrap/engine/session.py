@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tpwrap.engine import runtime
+from tpwrap.engine.randomness import State
 from tpwrap.engine.steps import Steps
 
 
@@ -90,7 +91,8 @@ class Batches:
         self.passes = passes
         """passes over loaders that came before this one in the epoch"""
         self.iterator: Iterator[Any] | None = None
-        self.at_pass: dict[str, Any] = {}
+        self.at_pass: State
+        """random state when the iterator was made; set then"""
         self._session = session
 
     def __iter__(self) -> Batches:

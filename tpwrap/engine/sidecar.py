@@ -12,10 +12,15 @@ import contextlib
 import os
 import socket
 import threading
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
 
 from tpwrap.control import sidecars
 from tpwrap.engine import _native, encoding
+from tpwrap.engine.data import Origin
+from tpwrap.engine.randomness import State
 
 
 class SidecarLost(RuntimeError):
@@ -105,43 +110,43 @@ def fetch(keepers: list[str], key: bytes, rank: int, step: int, timeout: float) 
     raise SidecarLost(f"the {what} of rank {rank} is lost ({'; '.join(problems) or 'no buddy is left'})")
 
 
-def encode(state: dict[str, Any]) -> bytes:
-    """A sidecar as bytes. It holds several random states, most of whose parts are equal: each is sent once."""
-    pool: dict[bytes, int] = {}
-    return encoding.encode({"state": _pooled(state, pool), "pool": list(pool)})
+class Sidecar(NamedTuple):
+    """What a newcomer needs, beside a replica's tensors, to go on right after update `step`."""
+
+    step: int
+    origin: Origin | None
+    """None before the first batch"""
+    random: State
+    """of the generators when backward began: nothing may be drawn between that and the end of the update"""
+    losses: list[torch.Tensor]
+    """what backward was started from, in this step"""
+    buffers: dict[str, torch.Tensor]
+    registered: dict[str, Any]
+
+    def encode(self) -> bytes:
+        """It holds several random states, most of whose parts are equal: each is sent once."""
+        pool: dict[bytes, int] = {}
+        origin = self.origin
+        packed = (
+            self.step,
+            None if origin is None else (origin.epoch, origin.passes, origin.batch),
+            None if origin is None else (_pooled(origin.at_pass, pool), _pooled(origin.at_batch, pool)),
+            _pooled(self.random, pool),
+            list(pool),
+            encoding.encode([self.losses, self.buffers, self.registered]),
+        )
+        return msgspec.msgpack.encode(packed)
+
+    @staticmethod
+    def decode(blob: bytes) -> Sidecar:
+        step, place, at, now, pool, rest = msgspec.msgpack.decode(blob)
+        origin = None if place is None else Origin(*place, *(_unpooled(state, pool) for state in at))
+        return Sidecar(step, origin, _unpooled(now, pool), *encoding.decode(rest))
 
 
-def decode(blob: bytes) -> dict[str, Any]:
-    packed = encoding.decode(blob)
-    state: dict[str, Any] = _unpooled(packed["state"], packed["pool"])
-    return state
+def _pooled(state: State, pool: dict[bytes, int]) -> list[Any]:
+    return [pool.setdefault(part, len(pool)) if isinstance(part, bytes) else (part,) for part in state]
 
 
-_POOLED = ("python", "numpy", "torch", "cuda")
-"""keys of `randomness` under which large byte strings stand"""
-
-
-def _pooled(value: Any, pool: dict[bytes, int]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: pool.setdefault(item, len(pool))
-        if key in _POOLED and isinstance(item, bytes)
-        else _pooled(item, pool)
-        if key in ("origin", "random", "at_pass", "at_batch")
-        else item
-        for key, item in value.items()
-    }
-
-
-def _unpooled(value: Any, pool: list[bytes]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: pool[item]
-        if key in _POOLED
-        else _unpooled(item, pool)
-        if key in ("origin", "random", "at_pass", "at_batch")
-        else item
-        for key, item in value.items()
-    }
+def _unpooled(parts: list[Any], pool: list[bytes]) -> State:
+    return State._make(pool[part] if isinstance(part, int) else part[0] for part in parts)

@@ -45,26 +45,19 @@ class ReplicaState:
 
     def scalars(self) -> bytes:
         """Encoded scalars; taken at every commit, because a scheduler changes them right after it."""
-        groups = [
-            {key: value for key, value in group.items() if key != "params" and _plain(value)}
-            for group in self.optimizer.param_groups
-        ]
-        entries = {
-            place: {
-                key: value
-                for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
-                if not isinstance(value, torch.Tensor) and _plain(value)
-            }
-            for place, parameter in self._optimized()
-        }
-        entries = {place: values for place, values in entries.items() if values}
-        scheduler = (
-            {key: value for key, value in self.scheduler.state_dict().items() if _plain(value)}
-            if self.scheduler is not None
-            else None
+        groups, entries, graded = [], {}, []
+        state = self.optimizer.state
+        for g, group in enumerate(self.optimizer.param_groups):
+            groups.append(encoding.packed_items({key: value for key, value in group.items() if key != "params"}))
+            for p, parameter in enumerate(group["params"]):
+                graded.append(parameter.grad is not None)
+                values = {k: v for k, v in state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
+                if values:
+                    entries[f"{g}.{p}"] = encoding.packed_items(dict(sorted(values.items())))
+        scheduler = None if self.scheduler is None else encoding.packed_items(self.scheduler.state_dict())
+        return encoding.encode_packed(
+            {"groups": groups, "entries": entries, "scheduler": scheduler, "graded": bytes(graded)}
         )
-        graded = bytes(parameter.grad is not None for _, parameter in self._optimized())
-        return encoding.encode({"groups": groups, "entries": entries, "scheduler": scheduler, "graded": graded})
 
     def restore_scalars(self, data: bytes) -> None:
         """Raises StateError where the optimizer has other param_groups than the source's."""
@@ -141,12 +134,3 @@ def combined(digests: dict[str, str], scalars: bytes) -> str:
     for name, digest in digests.items():
         total.update(f"{name}={digest}\n".encode())
     return total.hexdigest()[:32]
-
-
-def _plain(value: Any) -> bool:
-    """Whether `encoding` takes it (a scheduler's state may hold functions, which both sides have anyway)."""
-    try:
-        encoding.encode(value)
-    except TypeError:
-        return False
-    return True

@@ -16,9 +16,10 @@ import torch
 
 from tpwrap.control.messages import Notice
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, encoding, join, randomness, sidecar
+from tpwrap.engine import ddp, encoding, join, randomness
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.data import Origin, iterator_at
+from tpwrap.engine.sidecar import Sidecar
 from tpwrap.engine.state import ReplicaState
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ class Steps:
         """the next batch is the first one of a step"""
         self._origin: Origin | None = None
         self._losses: list[torch.Tensor] = []
-        self._published: dict[str, Any] | None = None
+        self._published: Sidecar | None = None
         self._told: set[str] = set()
-        self._offline: dict[str, Any] | None = None
+        self._offline: Sidecar | None = None
         """the sidecar that the offline body is fed with; None when live"""
         self._losses_fed = 0
         runtime.attach(self)
@@ -79,9 +80,12 @@ class Steps:
             self._session.step = plan.step - 1
 
     def first_epoch(self, start: int) -> int:
-        if self._offline is None:
-            return start
-        return Origin.unpack(self._offline["origin"]).epoch
+        return start if self._offline is None else self._offline_origin().epoch
+
+    def _offline_origin(self) -> Origin:
+        assert self._offline is not None
+        assert self._offline.origin is not None  # only the sidecar of step 0 has none, and nobody enters with it here
+        return self._offline.origin
 
     def before_batch(self, batches: Batches) -> None:
         """At every `next()` of a pass. Raises StopIteration for a pass that was over before a newcomer's entry."""
@@ -89,7 +93,7 @@ class Steps:
             self._begin()
         if self._offline is not None:
             self._begun = True
-            origin = Origin.unpack(self._offline["origin"])
+            origin = self._offline_origin()
             if batches.iterator is None and self._fresh:
                 if batches.passes < origin.passes:
                     raise StopIteration
@@ -123,9 +127,9 @@ class Steps:
             return
         record = encoding.encode(runtime.communicators.record())
         runtime.publisher.publish(SETUP_STEP, record)
-        runtime.publisher.publish(0, sidecar.encode(self._sidecar(0)))
+        runtime.publisher.publish(0, self._sidecar(0).encode())
         self.scalars[0] = self.state.scalars()
-        with runtime.gate.passing():  # a recovery must see set-up or step 0, nothing in between
+        with runtime.gate:  # a recovery must see set-up or step 0, nothing in between
             self._begun = True
             runtime.journal.step = 0
         runtime.setup_done()
@@ -139,7 +143,7 @@ class Steps:
             return
         small = [root for root in roots if root.numel() <= 64]
         if self._offline is not None:
-            fed = self._offline["losses"]
+            fed = self._offline.losses
             with torch.no_grad():
                 for root in small:
                     if self._losses_fed < len(fed) and fed[self._losses_fed].shape == root.shape:
@@ -154,17 +158,17 @@ class Steps:
         step = self._session.step + 1
         state = self._sidecar(step)
         self._published = state
-        self._runtime.publisher.publish(step, sidecar.encode(state))
+        self._runtime.publisher.publish(step, state.encode())
 
-    def _sidecar(self, step: int) -> dict[str, Any]:
-        return {
-            "step": step,
-            "origin": None if self._origin is None else self._origin.pack(),
-            "losses": list(self._losses),
-            "random": randomness.capture(),
-            "buffers": self._buffers.changed(),
-            "registered": {name: get() for name, (get, _) in self._session._registered.items()},
-        }
+    def _sidecar(self, step: int) -> Sidecar:
+        return Sidecar(
+            step,
+            self._origin,
+            random=randomness.capture(),
+            losses=self._losses,
+            buffers=self._buffers.changed(),
+            registered={name: get() for name, (get, _) in self._session._registered.items()},
+        )
 
     # --- commit -----------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class Steps:
                 )
             number = self._session.step
             self._runtime.injector.at("optimizer", number)
-            with self._runtime.gate.passing():
+            with self._runtime.gate:
                 result = original(*args, **kwargs)
                 self._commit()
             self._runtime.injector.at("commit", number)
@@ -213,7 +217,7 @@ class Steps:
                 "no backward() was seen in this step, so its state was published only after the update: "
                 "a failure just before that cannot be healed; call loss.backward() in every step"
             )
-        elif step <= _LATE_CHECKS and self._published["random"] != randomness.capture():
+        elif step <= _LATE_CHECKS and self._published.random != randomness.capture():
             self._publish()
             self._tell(
                 "random numbers are drawn between backward() and the end of optimizer.step(): "
@@ -229,17 +233,17 @@ class Steps:
             self._fresh = False  # one more offline body: the survivors have gone on by a step meanwhile
             self._losses_fed = 0
 
-    def entered(self, step: int, restored: dict[str, Any], scalars: bytes) -> None:
+    def entered(self, step: int, restored: Sidecar, scalars: bytes) -> None:
         """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
-        self._buffers.restore(restored["buffers"])
-        for name, value in restored["registered"].items():
+        self._buffers.restore(restored.buffers)
+        for name, value in restored.registered.items():
             if name in self._session._registered:
                 self._session._registered[name][1](value)
         self._offline = None
         self._runtime.journal.step = step
         self.scalars = {step: scalars}
         self._begin_step(step)
-        randomness.restore(restored["random"])
+        randomness.restore(restored.random)
 
     # --- helpers ----------------------------------------------------------------------------------
 
