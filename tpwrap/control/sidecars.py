@@ -11,12 +11,16 @@ HMAC-SHA256(key, challenge + mode) and one mode byte. Mode `P` (put) then stream
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
+import select
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 SETUP_STEP = -1
@@ -25,6 +29,8 @@ KEPT = 4
 """sidecars kept per rank; a newcomer asks for one of the newest two"""
 MAX_BLOB = 1 << 30
 HANDSHAKE_SECONDS = 10.0
+_STOP_PERIOD = 0.05
+"""seconds between looks at whether to go on waiting"""
 
 
 class Put(NamedTuple):
@@ -141,12 +147,26 @@ class SidecarServer:
         return True
 
 
-def connect(address: str, key: bytes, mode: bytes, timeout: float) -> socket.socket:
-    """An authenticated blocking connection. Raises OSError."""
+def connect(
+    address: str, key: bytes, mode: bytes, timeout: float, stop: Callable[[], bool] = lambda: False
+) -> socket.socket:
+    """An authenticated blocking connection. Raises OSError, also when `stop` turns true while nobody answers (behind a
+    cut link nobody ever does)."""
     host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), timeout=timeout)
+    deadline = time.monotonic() + timeout
+    family, _, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        sock.setblocking(False)
+        problem = sock.connect_ex(target)
+        if problem == errno.EINPROGRESS:
+            _await(sock, select.POLLOUT, deadline, stop)
+            problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            raise OSError(problem, os.strerror(problem))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _await(sock, select.POLLIN, deadline, stop)
+        sock.settimeout(timeout)
         challenge = receive_exactly(sock, 16)
         sock.sendall(_token(key, challenge, mode) + mode)
         sock.settimeout(None if mode == b"P" else timeout)
@@ -154,6 +174,16 @@ def connect(address: str, key: bytes, mode: bytes, timeout: float) -> socket.soc
         sock.close()
         raise
     return sock
+
+
+def _await(sock: socket.socket, event: int, deadline: float, stop: Callable[[], bool]) -> None:
+    poll = select.poll()
+    poll.register(sock, event)
+    while not poll.poll(_STOP_PERIOD * 1000):
+        if stop():
+            raise ConnectionAbortedError(errno.ECONNABORTED, "given up")
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
 
 def fetch(address: str, key: bytes, rank: int, step: int, timeout: float) -> bytes | None:

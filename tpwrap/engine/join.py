@@ -64,6 +64,9 @@ def join(runtime: Runtime, steps: Steps, step: int) -> bool:
 
 
 def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
+    def given_up() -> bool:
+        return runtime.generation != plan.generation
+
     clock = _Stages()
     runtime.injector.at("recovery", plan.step, "restore")
     # From the assignment to the point of entry: imports, set-up, the offline body.
@@ -83,15 +86,15 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
         plan.generation,
         plan.step,
         runtime.timeouts.release,
-        lambda: runtime.generation != plan.generation,
+        given_up,
     )
     clock.lap("restore")
     runtime.communicators.begin(plan.generation)
     runtime.communicators.rebuild(runtime.communicators.all)
     clock.lap("rebuild")
     runtime.publisher.adopt(plan.step, blob)
-    runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank])
-    runtime.publisher.wait(runtime.timeouts.release)
+    runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank], given_up)
+    runtime.publisher.wait(runtime.timeouts.release, given_up)
     runtime.injector.at("recovery", plan.step, "verify")
     # The digests with which `restore` ended are still those of our state: this thread is the only one that works on it,
     # and since then it has built communicators, whose probes run on tensors of their own; the script's collectives have

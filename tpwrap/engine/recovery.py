@@ -90,8 +90,12 @@ class Recovery:
         if not runtime.journal.replayable(plan.step):
             runtime.send(Unprotected(runtime.unprotected or _OVER_BUDGET))
             return
+
+        def given_up() -> bool:
+            return runtime.generation != plan.generation
+
         runtime.communicators.begin(plan.generation)
-        runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank])
+        runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank], given_up)
         if plan.step == SETUP_STEP:
             return  # the newcomer runs its script live from the start and builds the groups as it comes to them
         digest = ""
@@ -108,7 +112,7 @@ class Recovery:
         runtime.communicators.rebuild(at_setup)
         rebuilt = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "verify")
-        runtime.publisher.wait(runtime.timeouts.release)
+        runtime.publisher.wait(runtime.timeouts.release, given_up)
         runtime.send(
             Ready(
                 plan.generation,

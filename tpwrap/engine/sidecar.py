@@ -12,6 +12,8 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,8 +21,12 @@ import torch
 
 from tpwrap.control import sidecars
 from tpwrap.engine import _native, encoding
+from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.data import Origin
 from tpwrap.engine.randomness import State
+
+_STOP_PERIOD = 0.05
+"""seconds between looks at whether to go on waiting"""
 
 
 class SidecarLost(RuntimeError):
@@ -50,9 +56,13 @@ class Publisher:
                 del self._kept[old]
             self._send(step, blob)
 
-    def connect(self, generation: int, addresses: list[str]) -> None:
+    def connect(self, generation: int, addresses: list[str], stop: Callable[[], bool] = lambda: False) -> None:
         """Use the buddies at `addresses` from now on, and give them what we keep. A buddy that cannot be reached is
-        left out: its node is about to be found dead, and the next generation names another."""
+        left out: its node is about to be found dead, and the next generation names another.
+
+        Raises Aborted when `stop` turns true meanwhile: a buddy that was lost together with the node that this recovery
+        is about must not keep us from letting go for the next one.
+        """
         with self._lock:
             self.generation = generation
             if addresses == self._addresses:
@@ -64,9 +74,12 @@ class Publisher:
             self._addresses = addresses
             for address in addresses:
                 with contextlib.suppress(OSError):
-                    connection = sidecars.connect(address, self._key, b"P", self._timeout)
+                    connection = sidecars.connect(address, self._key, b"P", self._timeout, stop)
                     self._native.add(os.dup(connection.fileno()))
                     self._connections[address] = connection
+                if stop():
+                    self._addresses = []  # the next plan may name the same ones, and they lack something
+                    raise Aborted("the generation was given up while buddies were looked for")
             for step, blob in sorted(self._kept.items()):
                 self._send(step, blob)
 
@@ -78,10 +91,14 @@ class Publisher:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def wait(self, seconds: float) -> None:
-        """Until every live buddy has what was published last. Raises TimeoutError."""
-        if not self._native.wait(seconds):
-            raise TimeoutError(f"a buddy did not acknowledge within {seconds:g} s")
+    def wait(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
+        """Until every live buddy has what was published last. Raises TimeoutError; Aborted when `stop` turns true."""
+        deadline = time.monotonic() + seconds
+        while not self._native.wait(_STOP_PERIOD):
+            if stop():
+                raise Aborted("the generation was given up before a buddy had acknowledged")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a buddy did not acknowledge within {seconds:g} s")
 
     def adopt(self, step: int, blob: bytes) -> None:
         """A newcomer keeps what it was restored from: it may have to be restored again."""
