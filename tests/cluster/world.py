@@ -216,7 +216,8 @@ class World:
         spec, etc = self.spec, f"{self.root}/etc"
         with open(f"{etc}/passwd", "a") as passwd, open(f"{etc}/group", "a") as group:
             for name, uid in spec.users.items():
-                passwd.write(f"{name}:x:{uid}:{uid}::/home/{name}:/bin/bash\n")
+                # no x, which needs an entry in shadow: Slurm asks su for the environment (sbatch --export=NONE)
+                passwd.write(f"{name}:*:{uid}:{uid}::/home/{name}:/bin/bash\n")
                 group.write(f"{name}:x:{uid}:\n")
         hosts = ["127.0.0.1 localhost", f"{CONTROLLER} ctl"]
         hosts += [f"{address(node.number)} {node.name}" for node in self.nodes.values()]
