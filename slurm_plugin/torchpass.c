@@ -265,22 +265,19 @@ static void set_in_job(spank_t spank, const char *name, const char *text)
 
 static void in_batch_script(spank_t spank)
 {
-    static const char *const counted[][2] = {
+    static const char *const told[][2] = {
+        /* sbatch --export=NONE does not pass it on by its own name. */
+        {"SLURM_SPANK_TORCHPASS_SPARES", "TORCHPASS_SPARES"},
+        /* sbatch wrote these down before the spares came on top, and srun would believe it (22.05 in all cases). */
         {"SLURM_SPANK_TORCHPASS_NTASKS", "SLURM_NTASKS"},
         {"SLURM_SPANK_TORCHPASS_NTASKS", "SLURM_NPROCS"},
         {"SLURM_SPANK_TORCHPASS_NTASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"},
     };
     char text[32];
 
-    /* sbatch --export=NONE keeps the option, but not our variable. */
-    if (asked_spares && spank_getenv(spank, "TORCHPASS_SPARES", text, sizeof text) == ESPANK_ENV_NOEXIST) {
-        snprintf(text, sizeof text, "%u", asked_spares);
-        set_in_job(spank, "TORCHPASS_SPARES", text);
-    }
-    /* sbatch wrote these down before the spares came on top, and srun would believe it (22.05 in all cases). */
-    for (size_t i = 0; i < LENGTH(counted); i++)
-        if (spank_getenv(spank, counted[i][0], text, sizeof text) == ESPANK_SUCCESS)
-            set_in_job(spank, counted[i][1], text);
+    for (size_t i = 0; i < LENGTH(told); i++)
+        if (spank_getenv(spank, told[i][0], text, sizeof text) == ESPANK_SUCCESS)
+            set_in_job(spank, told[i][1], text);
 }
 
 static void in_task(spank_t spank)

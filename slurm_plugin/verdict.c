@@ -62,7 +62,8 @@ int tp_verdict_take(const char *path, uid_t owner, const char **why)
     close(file);
     unlink(path);
     text[length > 0 ? length : 0] = '\0';
-    text[strcspn(text, "\n")] = '\0';
+    if (length > 0 && text[length - 1] == '\n')
+        text[length - 1] = '\0';
     if (!tp_read_count(text, 255, &code)) {
         *why = "does not hold a number from 0 to 255";
         return -1;

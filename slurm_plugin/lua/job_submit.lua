@@ -68,6 +68,10 @@ function torchpass_job_submit(job)
     local others = job.tres_per_node
     job.tres_per_node = (others and others ~= "" and others .. "," or "") .. prefix .. sizes.gpus_per_node
   end
+  -- What came without the plugin, too.
+  if job.script and not told(job, "TORCHPASS_SPARES") then
+    job.environment["TORCHPASS_SPARES"] = string.format("%d", spares)
+  end
   return slurm.SUCCESS
 end
 
