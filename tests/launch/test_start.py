@@ -116,6 +116,8 @@ def test_usage_errors_come_before_anything_starts(tmp_path: Path, tpwrap: Start)
         (["--inject", "rank=5 step=1 phase=forward kill", "true"], "--inject (command line)"),
         (["--inject-file", "/dev/zero", "true"], "--inject-file (command line): /dev/zero: it is longer than 1 MiB"),
         (["--config", "none.toml", "true"], "--config none.toml"),
+        (["--run-dir", "/dev/null/x", "true"], "--run-dir (command line): cannot make /dev/null/x: Not a directory"),
+        (["--log-dir", "/dev/null/x", "true"], "--log-dir (command line): cannot make /dev/null/x: Not a directory"),
     ):
         run = tpwrap(*arguments)
         assert run.wait() == 2

@@ -262,7 +262,7 @@ class Channel(Generic[M]):
             except msgspec.MsgspecError as error:
                 return self._shut(f"a message that this version does not know: {error}")
             except OSError as error:
-                return self._shut(f"connection lost: {error}")
+                return self._shut(f"connection lost: {error.strerror or error}".lower())
             if not data:
                 cut = " in the middle of a message" if self._buffer.partial else ""
                 return self._shut(f"connection closed{cut}")

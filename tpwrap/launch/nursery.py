@@ -153,7 +153,7 @@ class Nursery:
         try:
             self.start()
         except OSError as e:
-            self._say(f"node {self._spec.node}: cannot start the process that forks workers: {e}")
+            self._say(f"node {self._spec.node}: cannot start the process that forks workers: {e.strerror or e}")
 
     @staticmethod
     def _now() -> float:

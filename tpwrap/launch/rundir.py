@@ -31,6 +31,9 @@ class RunDir:
     def create(settings: Settings) -> RunDir:
         """Make the directory; ConfigError if it cannot be used."""
         config = settings.config
+        # Where logs go by itself is made later, in the run directory; what was asked for is tried before anything else.
+        if config.log_dir is not None:
+            _make_log_dir(Path(config.log_dir).absolute(), settings)
         try:
             if config.run_dir is None:
                 path = _parent() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -40,14 +43,11 @@ class RunDir:
                     raise settings.error("run_dir", f"{path} holds an earlier run; name another directory")
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
-            raise settings.error("run_dir", f"cannot make the directory: {e}") from None
+            raise settings.error("run_dir", f"cannot make {e.filename or 'it'}: {e.strerror or e}") from None
         if not os.access(path, os.W_OK | os.X_OK):
             raise settings.error("run_dir", f"{path} cannot be written to; name another directory")
         log_dir = Path(config.log_dir).absolute() if config.log_dir else path / "logs"
-        try:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise settings.error("log_dir", f"cannot make the directory: {e}") from None
+        _make_log_dir(log_dir, settings)
         return RunDir(path, log_dir)
 
     def new_key(self) -> bytes:
@@ -74,6 +74,13 @@ class RunDir:
         self.key_file.unlink(missing_ok=True)
         if self._short is not None:
             self._short.cleanup()
+
+
+def _make_log_dir(path: Path, settings: Settings) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise settings.error("log_dir", f"cannot make {e.filename or path}: {e.strerror or e}") from None
 
 
 def _made_private(path: Path) -> bool:
