@@ -222,13 +222,14 @@ struct answer {
     uid_t *owner;
     char *nodes;
     size_t size;
-    bool found;
+    bool found, unknown;
 };
 
 static void job_line(void *to, const char *line)
 {
     struct answer *answer = to;
     char *end;
+    answer->unknown |= strstr(line, "Invalid job id") != NULL; /* it was long ago */
     if (strtoul(line, &end, 10) != answer->id || end == line || *end != ' ')
         return;
     unsigned long owner = strtoul(end + 1, &end, 10);
@@ -239,7 +240,7 @@ static void job_line(void *to, const char *line)
     answer->found = true;
 }
 
-bool tp_ask_job(const struct tp_tools *tools, uint32_t id, uid_t *owner, char *nodes, size_t size)
+enum tp_outcome tp_ask_job(const struct tp_tools *tools, uint32_t id, uid_t *owner, char *nodes, size_t size)
 {
     char squeue[PATH_MAX], job[16];
     snprintf(squeue, sizeof squeue, "%s/squeue", tools->bin);
@@ -247,7 +248,18 @@ bool tp_ask_job(const struct tp_tools *tools, uint32_t id, uid_t *owner, char *n
     /* %A, because -j also lists the other elements of an array and the other components of a job. */
     const char *argv[] = {squeue, "-h", "-a", "-j", job, "-t", "R,S,CG,CF", "-o", "%A %U %N", NULL};
     struct answer answer = {.id = id, .owner = owner, .nodes = nodes, .size = size};
-    return run(argv, SLURM_MS, false, job_line, &answer) == 0 && answer.found;
+    int status = run(argv, SLURM_MS, true, job_line, &answer);
+    if (answer.unknown)
+        return TP_OVER;
+    return status != 0 ? TP_REFUSED : answer.found ? TP_DONE : TP_OVER;
+}
+
+enum tp_outcome tp_still_here(const struct tp_job *job, const struct tp_tools *tools)
+{
+    static char nodes[1 << 16];
+    uid_t owner;
+    enum tp_outcome outcome = tp_ask_job(tools, job->id, &owner, nodes, sizeof nodes);
+    return outcome == TP_DONE && (owner != job->owner || !tp_hostlist_has(nodes, tools->self)) ? TP_OVER : outcome;
 }
 
 /* ---- acting ----------------------------------------------------------------------------------------------------- */
@@ -268,16 +280,6 @@ static bool confirmed(const struct tp_job *job, const struct tp_tools *tools, co
     if (status == 0)
         return true;
     return refuse(why, status < 0 ? "the site's check did not end in time" : "the site's check says no");
-}
-
-/* A helper whose end was missed must not act for a job that is over. */
-static bool alive(const struct tp_job *job, const struct tp_tools *tools, char why[TP_WHY_MAX])
-{
-    static char nodes[1 << 16];
-    uid_t owner;
-    if (!tp_ask_job(tools, job->id, &owner, nodes, sizeof nodes))
-        return refuse(why, "Slurm does not answer, or does not know the job as running");
-    return owner == job->owner ? true : refuse(why, "Slurm names another owner of the job");
 }
 
 /* Only one of this node's workers, whichever job it works for, may claim at a time. Returns a descriptor that holds the
@@ -339,8 +341,6 @@ static bool take_out(const struct tp_job *job, const struct tp_tools *tools, con
     const char *no = tp_cap_allows(job, &view.taken, request->node);
     if (no)
         return refuse(why, no);
-    if (!alive(job, tools, why))
-        return false;
     if (request->verb == TP_DOWN && !alone(job, tools, request->node, why))
         return false;
     if (!confirmed(job, tools, request, why))
@@ -379,18 +379,33 @@ static bool comment_job(const struct tp_job *job, const struct tp_tools *tools, 
     return update(tools, what, NULL, comment, why);
 }
 
-bool tp_act(const struct tp_job *job, const struct tp_tools *tools, const struct tp_request *request,
-            char why[TP_WHY_MAX])
+enum tp_outcome tp_act(const struct tp_job *job, const struct tp_tools *tools, const struct tp_request *request,
+                       char why[TP_WHY_MAX])
 {
     *why = '\0';
+    /* A helper whose end was missed, or whose node was fenced, must not act. */
+    switch (tp_still_here(job, tools)) {
+    case TP_DONE:
+        break;
+    case TP_REFUSED:
+        refuse(why, "slurmctld does not answer: try again later");
+        return TP_REFUSED;
+    case TP_OVER:
+        refuse(why, "the job does not run on this node any more");
+        return TP_OVER;
+    }
+    bool done = false;
     switch (request->verb) {
     case TP_DRAIN:
     case TP_DOWN:
-        return take_out(job, tools, request, why);
+        done = take_out(job, tools, request, why);
+        break;
     case TP_NODECOMMENT:
-        return comment_node(job, tools, request, why);
+        done = comment_node(job, tools, request, why);
+        break;
     case TP_JOBCOMMENT:
-        return comment_job(job, tools, request, why);
+        done = comment_job(job, tools, request, why);
+        break;
     }
-    return refuse(why, "unknown verb");
+    return done ? TP_DONE : TP_REFUSED;
 }

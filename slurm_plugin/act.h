@@ -20,12 +20,20 @@ struct tp_tools {
     const char *run;     /* our folder there */
 };
 
-/* Does what the request asks; otherwise says why not. Blocks, at most for two minutes. The caller has checked
+/* Does what the request asks, or says why not. Blocks, at most for two minutes. The caller has checked
  * tp_request_allowed. */
-bool tp_act(const struct tp_job *, const struct tp_tools *, const struct tp_request *, char why[TP_WHY_MAX]);
+enum tp_outcome {
+    TP_DONE,
+    TP_REFUSED,
+    TP_OVER, /* refused, because the job does not run here any more */
+};
+enum tp_outcome tp_act(const struct tp_job *, const struct tp_tools *, const struct tp_request *, char why[TP_WHY_MAX]);
 
-/* Asks Slurm for the owner and the nodes of a job. */
-bool tp_ask_job(const struct tp_tools *, uint32_t id, uid_t *owner, char *nodes, size_t size);
+/* Asks Slurm for the owner and the nodes of a job. TP_OVER: it is not running; TP_REFUSED: Slurm does not answer. */
+enum tp_outcome tp_ask_job(const struct tp_tools *, uint32_t id, uid_t *owner, char *nodes, size_t size);
+
+/* Does the job still run, and on this node? TP_REFUSED: Slurm does not answer. */
+enum tp_outcome tp_still_here(const struct tp_job *, const struct tp_tools *);
 
 /* Milliseconds of a clock that never jumps. */
 int64_t tp_now(void);

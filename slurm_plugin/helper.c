@@ -19,7 +19,10 @@
 #include "name.h"
 #include "server.h"
 
-enum { BACKLOG = 1024 };
+enum {
+    BACKLOG = 1024,
+    WATCH_MS = 600000, /* a thousand nodes ask less than twice a second */
+};
 
 static bool address_of(const char *run, uint32_t jobid, const char *name, struct sockaddr_un *address)
 {

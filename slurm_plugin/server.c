@@ -31,6 +31,7 @@ enum {
     WORK_MS = 130000,  /* for a worker; its programs have their own, shorter limits */
     STATE_WORKERS = 3, /* a site's check that hangs for one node must not hold up the others */
     COMMENT_WORKERS = 1,
+    OVER = 3, /* exit status of a worker: the job does not run here any more */
 };
 
 /* ---- budgets: a flood costs its sender, not slurmctld or the log ------------------------------------------------- */
@@ -210,13 +211,33 @@ static _Noreturn void work(int client, uid_t caller, const struct tp_request *re
     if (getppid() != parent)
         _exit(1);
     char why[TP_WHY_MAX];
-    bool done = tp_act(&me.job, &me.tools, request, why);
-    if (done)
+    enum tp_outcome outcome = tp_act(&me.job, &me.tools, request, why);
+    if (outcome == TP_DONE)
         tp_audit("did for uid %u: %s %s %s", caller, tp_verb_name(request->verb), request->node, request->text);
     else
         log_refusal(caller, request, why);
-    answer(client, done ? NULL : why);
-    _exit(0);
+    answer(client, outcome == TP_DONE ? NULL : why);
+    _exit(outcome == TP_OVER ? OVER : 0);
+}
+
+/* Nobody runs an epilog on a node that was taken out of a job, so the helper there must find out by itself. */
+static void watch(int64_t now)
+{
+    static int64_t next;
+    if (next == 0) { /* not all nodes of a job at once */
+        unsigned phase = 0;
+        for (const char *c = me.tools.self; *c; c++)
+            phase = phase * 31 + (unsigned char)*c;
+        next = now + me.watch_ms / 2 + (int)(phase % (unsigned)me.watch_ms) / 2;
+    }
+    if (now < next)
+        return;
+    next = now + me.watch_ms;
+    pid_t self = getpid();
+    if (fork() != 0)
+        return;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    _exit(getppid() == self && tp_still_here(&me.job, &me.tools) == TP_OVER ? OVER : 0);
 }
 
 static bool may_start(const struct slot *slot)
@@ -259,17 +280,22 @@ static void start_work(void)
     }
 }
 
-static void reap(void)
+/* Returns whether one of them has found that the job does not run here any more. */
+static bool reap(void)
 {
     int status;
     pid_t pid;
-    while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
+    bool over = false;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
+        over |= WIFEXITED(status) && WEXITSTATUS(status) == OVER;
         for (struct slot *slot = slots; slot < slots + SLOTS; slot++)
             if (slot->state == RUNNING && slot->worker == pid) {
-                if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+                if (!WIFEXITED(status))
                     tp_audit("the worker for node '%s' died: status %d", slot->request.node, status);
                 release(slot);
             }
+    }
+    return over;
 }
 
 static void expire(int64_t now)
@@ -303,7 +329,7 @@ static _Noreturn void loop(int listener, int children, int changes)
     ino_t own = stat(address.sun_path, &file) == 0 ? file.st_ino : 0;
     while (is_ours(own)) {
         struct pollfd ready[SLOTS + 3];
-        int64_t now = tp_now(), end = now + IDLE_MS;
+        int64_t now = tp_now(), end = now + (me.watch_ms < IDLE_MS ? me.watch_ms : IDLE_MS);
         for (int i = 0; i < SLOTS; i++) {
             ready[i] = (struct pollfd){.fd = slots[i].state == READING ? slots[i].fd : -1, .events = POLLIN};
             if (slots[i].state != FREE && slots[i].end < end)
@@ -324,11 +350,16 @@ static _Noreturn void loop(int listener, int children, int changes)
         if (ready[SLOTS + 2].revents)
             while (read(changes, ignored, sizeof ignored) > 0)
                 ;
-        reap();
+        if (reap()) {
+            tp_audit("the job does not run on this node any more: the helper ends");
+            unlink(address.sun_path);
+            break;
+        }
         if (ready[SLOTS].revents)
             take_clients(listener);
         expire(tp_now());
         start_work();
+        watch(tp_now());
     }
     _exit(0); /* workers die with us */
 }
@@ -396,7 +427,8 @@ void tp_serve(const struct tp_helper *helper, int listener, const char *path)
 
     uid_t owner = me.job.owner;
     for (int wait = 1; !*me.job.nodes; wait *= 2) { /* here, not in the prolog: it must not hold up the job's start */
-        if (tp_ask_job(&me.tools, me.job.id, &owner, nodes_asked, sizeof nodes_asked) && owner == me.job.owner) {
+        if (tp_ask_job(&me.tools, me.job.id, &owner, nodes_asked, sizeof nodes_asked) == TP_DONE &&
+            owner == me.job.owner) {
             me.job.nodes = nodes_asked;
         } else if (wait > 8) {
             tp_audit("cannot learn the job's nodes: no requests are taken");

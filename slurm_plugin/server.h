@@ -10,9 +10,10 @@
 struct tp_helper {
     struct tp_job job;
     struct tp_tools tools;
+    int watch_ms; /* how often to ask Slurm whether the job still runs here */
 };
 
-/* Takes requests from `listener` for as long as `path` is its socket. */
+/* Takes requests from `listener` for as long as `path` is its socket and the job runs here. */
 _Noreturn void tp_serve(const struct tp_helper *, int listener, const char *path);
 
 #endif

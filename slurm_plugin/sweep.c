@@ -74,8 +74,14 @@ static const char *judge(uint32_t id, uid_t caller, const char *line, ssize_t le
     const char *no = tp_request_parse(line, (size_t)length - 1, &request);
     if (no)
         return no;
-    if (!tp_ask_job(&tools, id, &job.owner, nodes, sizeof nodes))
-        return "Slurm does not answer, or does not know the job as running";
+    switch (tp_ask_job(&tools, id, &job.owner, nodes, sizeof nodes)) {
+    case TP_DONE:
+        break;
+    case TP_REFUSED:
+        return "slurmctld does not answer: try again later";
+    case TP_OVER:
+        return "Slurm does not know the job as running";
+    }
     bool noted = tp_record_read(id, &record) == 0 && record.uid == job.owner;
     if (noted && *record.nodes) /* as at the job's start: Slurm forgets a node that it has removed from the job */
         job.nodes = record.nodes;
@@ -86,7 +92,7 @@ static const char *judge(uint32_t id, uid_t caller, const char *line, ssize_t le
     job.cap = max_drain >= 0 ? (unsigned)max_drain : noted ? record.spares : 0;
     no = tp_request_allowed(&job, caller, &request);
     if (!no)
-        no = tp_act(&job, &tools, &request, why) ? NULL : why;
+        no = tp_act(&job, &tools, &request, why) == TP_DONE ? NULL : why;
     tp_audit("job %u: %s uid %u: %s %s %s%s%s", id, no ? "refused to" : "did for", caller, tp_verb_name(request.verb),
              request.node, request.text, no ? ": " : "", no ? no : "");
     return no;

@@ -20,11 +20,12 @@ def connect(path: str, patience: float = 30) -> socket.socket:
     return line
 
 
-def send(line: socket.socket, data: bytes) -> None:
+def send(line: socket.socket, data: bytes) -> bool:
     try:
         line.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # it has made up its mind already; what it says can still be read
+        return False  # it has made up its mind already; what it says can still be read
+    return True
 
 
 def hear(line: socket.socket) -> str:
@@ -91,8 +92,7 @@ def stall(path: str) -> str:
 def drip(path: str) -> str:
     """Never stops to send, and never comes to an end."""
     with connect(path) as line:
-        for _ in range(100):
-            send(line, b"x")
+        while send(line, b"x"):
             time.sleep(0.1)
         return hear(line)
 

@@ -1,5 +1,5 @@
-/* The node helper alone, with a sanitizer, for a job that it is told: JOB OWNER NODES CAP CONFIRM NAME RUN. It runs until
- * stdin ends, and is then ended as an epilog would do it. */
+/* The node helper alone, with a sanitizer, for a job that it is told: JOB OWNER NODES CAP CONFIRM NAME RUN WATCH_MS. It
+ * runs until stdin ends, and is then ended as an epilog would do it. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -10,7 +10,7 @@
 
 int main(int count, char **arguments)
 {
-    if (count != 8)
+    if (count != 9)
         return 2;
     const struct tp_helper as = {
         .job = {.id = (uint32_t)atoi(arguments[1]),
@@ -21,6 +21,7 @@ int main(int count, char **arguments)
                   .confirm = *arguments[5] ? arguments[5] : NULL,
                   .self = arguments[6],
                   .run = arguments[7]},
+        .watch_ms = atoi(arguments[8]),
     };
     if (tp_helper_start_as(&as) != 0) {
         perror("start");
