@@ -103,6 +103,7 @@ int tp_helper_start(uint32_t jobid, uid_t uid, const char *nodes, unsigned cap, 
     struct tp_helper as = {
         .job = {.id = jobid, .owner = uid, .nodes = nodes ? nodes : "", .cap = cap > TP_CAP_MAX ? TP_CAP_MAX : cap},
         .tools = {.bin = TP_SLURM_BIN, .confirm = confirm && *confirm ? confirm : NULL, .self = name, .run = TP_RUN},
+        .watch_ms = WATCH_MS,
     };
     if (!tp_own_name(as.job.nodes, name)) {
         errno = ENODEV;
