@@ -33,8 +33,8 @@ def count(launcher: list[str], what: str, steps: int, directory: Path) -> int:
     command = [*launcher, *callgrind, sys.executable, str(HERE / "counted.py"), what, str(steps)]
     with (directory / "output.txt").open("wb") as log:
         subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=True, timeout=900,
-            env={**environment(), "PYTHONPATH": str(HERE.parent)},
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(), check=True,
+            timeout=900,
         )  # fmt: skip
     return max(int(total) for file in directory.glob("callgrind.*") for total in _TOTAL.findall(file.read_text()))
 

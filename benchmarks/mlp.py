@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import tpwrap
+from benchmarks.model import batches, network
 
 KILLED = 1
 """the rank that dies"""
@@ -39,9 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     args.out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    layers = [m for _ in range(args.layers) for m in (torch.nn.Linear(args.width, args.width), torch.nn.ReLU())]
-    net = torch.nn.Sequential(*layers)
+    net = network(args.width, args.layers)
     model = DDP(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     done = 0
@@ -61,11 +60,10 @@ def main() -> None:
         parameters = list(net.parameters())
         parameters[len(parameters) // 2].register_hook(die)
     tp = tpwrap.session(model=model, optimizer=optimizer)
-    data = torch.randn(256, args.width, generator=torch.Generator().manual_seed(rank))
-    batches = [data[torch.randperm(256)[: args.batch_size]] for _ in range(8)]
+    data = batches(rank, args.width, args.batch_size)
     cpu = 0.0
     log = os.open(args.out / f"times{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for batch in tp.batches([batches[i % 8] for i in range(done, args.steps)]):
+    for batch in tp.batches([data[i % 8] for i in range(done, args.steps)]):
         optimizer.zero_grad()
         loss = (model(batch) - batch).pow(2).mean()
         loss.backward()
