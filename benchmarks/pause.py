@@ -7,11 +7,11 @@ update after the standstill. *Back*: to the first update beyond the furthest one
 (torchrun restarts all processes and redoes the steps since its last checkpoint, which the script writes every 50).
 
 With an interpreter that has torch and torchft (0.2.0 installs beside torch 2.13: `pip install torch==2.13.0 torchft`),
-torchft is measured as well, one process a replica group, with time-outs of 10 s (its default is 60 s). It does something
-else: the step that was hit is thrown away with the batches of all groups, the next ones are computed by fewer groups
-until the killed one is back, and the numbers differ from those of a run without failure. Nothing is redone. It stands
-still until the last survivor's operation has failed: one that does not talk to the dead directly waits for the time-out
-of its gloo operation. See benchmarks/mlp_torchft.py for what had to be written around.
+torchft is measured as well, one process a replica group, with time-outs of 10 s (its default is 60 s). It does
+something else: the step that was hit is thrown away with the batches of all groups, the next ones are computed by fewer
+groups until the killed one is back, and the numbers differ from those of a run without failure. Nothing is redone. It
+stands still until the last survivor's operation has failed: one that does not talk to the dead directly waits for the
+time-out of its gloo operation. See benchmarks/mlp_torchft.py for what had to be written around.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="paired runs (default 5; about 70 s each)")
-    parser.add_argument("--torchft-python", metavar="PYTHON", help="measure torchft too; PYTHON must be able to import it")
+    parser.add_argument("--torchft-python", metavar="PYTHON", help="measure torchft too; PYTHON can import it")
     args = parser.parse_args()
     pairs = args.pairs
     if args.torchft_python and not has_torchft(args.torchft_python):
-        parser.error(f"--torchft-python: {args.torchft_python} cannot import torchft; above is how to install it")
+        parser.error(f"--torchft-python: {args.torchft_python} cannot import torchft; --help tells how to install it")
     console = Console()
     pauses: dict[str, list[tuple[float, float]]] = {"rank": [], "node": [], "torchrun": []}
     stages: dict[str, list[dict[str, float]]] = {"rank": [], "node": []}
