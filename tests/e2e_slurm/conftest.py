@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import pytest
 
 from tests.cluster import Bed
 from tests.cluster.fixtures import open_bed
-from tests.e2e.conftest import EXAMPLES, RANKS, REPOSITORY, Run, assert_equal, common_directory, undisturbed, wait_for
+from tests.e2e.conftest import EXAMPLES, RANKS, Run, assert_equal, undisturbed, wait_for
+from tests.slurm_plugin.building import PLUGIN
+from tests.slurm_plugin.plugin_bed import built
 from tpwrap.core import events
 
 __all__ = ["undisturbed"]
@@ -31,6 +32,9 @@ BATCH = """#!/bin/bash
 #SBATCH -N {nodes} --ntasks-per-node={tasks} --gres=gpu:{tasks} --torchpass-spares={spares} {options}
 srun {bin}/tpwrap {tpwrap_options} {bin}/python {script} --out {results}
 """
+
+
+_submitted: list[Job] = []
 
 
 @dataclass
@@ -107,37 +111,37 @@ def submit(
         results=results,
     )
     job = bed.sbatch(text, env={"TORCHPASS_FAILURE_TIMEOUT": str(FAILURE_TIMEOUT), **(env or {})})
-    return Job(bed, job, results, bed.share / f"torchpass-{job}.0")
+    _submitted.append(Job(bed, job, results, bed.share / f"torchpass-{job}.0"))
+    return _submitted[-1]
 
 
-@pytest.fixture(scope="session")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built plugin, made once for all test processes."""
-    build = common_directory(tmp_path_factory) / "slurm_plugin"
-    build.mkdir(exist_ok=True)
-    with (build / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = subprocess.run(
-            ["make", "-C", str(REPOSITORY / "slurm_plugin"), f"BUILD={build}"], capture_output=True, text=True
-        )
-    assert made.returncode == 0, made.stderr
-    return build / "torchpass.so"
-
-
-def bed_options(plugin: Path, *slurm_conf: str) -> dict[str, Any]:
+def bed_options(*slurm_conf: str, version: str = "22.05") -> dict[str, Any]:
     """A cluster with everything installed, and with settings of slurm.conf that would end a job at its first loss."""
     return {
         "nodes": 5,
         "gpus": 4,
-        "plugin": [f"optional {plugin}"],
-        "prolog": REPOSITORY / "slurm_plugin" / "prolog",
-        "epilog": REPOSITORY / "slurm_plugin" / "epilog",
+        "version": version,
+        "plugin": [f"optional {built(version) / 'torchpass.so'}"],
+        "prolog": PLUGIN / "prolog",
+        "epilog": PLUGIN / "epilog",
         "slurm_conf": ["SlurmdTimeout=120", "KillOnBadExit=1", "WaitTime=3", *slurm_conf],
-        "expose": [plugin.parent],
     }
 
 
+@contextmanager
+def cluster(*slurm_conf: str, version: str = "22.05", **options: Any) -> Iterator[Bed]:
+    """A bed with everything installed; what its jobs have said is shown if the test fails."""
+    with open_bed(**bed_options(*slurm_conf, version=version), **options) as bed:
+        try:
+            yield bed
+        finally:
+            while _submitted:
+                job = _submitted.pop()
+                print(job.output[-6000:])
+                print(bed.job(job.id))
+
+
 @pytest.fixture
-def bed(plugin: Path) -> Iterator[Bed]:
-    with open_bed(**bed_options(plugin)) as opened:
+def bed() -> Iterator[Bed]:
+    with cluster() as opened:
         yield opened

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.cluster.fixtures import open_bed
-from tests.e2e_slurm.conftest import bed_options, submit
+from tests.e2e_slurm.conftest import cluster, submit
 
 
 @pytest.mark.timeout(300)
-def test_the_story_is_kept(plugin: Path) -> None:
-    with open_bed(**bed_options(plugin, "AccountingStoreFlags=job_comment"), dbd=True) as bed:
+def test_the_story_is_kept() -> None:
+    with cluster("AccountingStoreFlags=job_comment", dbd=True) as bed:
         job = submit(bed)
         job.wait_step(20)
         victim = job.node_of(2)

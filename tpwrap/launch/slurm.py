@@ -315,6 +315,9 @@ class SlurmRun(host.Host):
         if code < 0:
             self.say(f"node {self.step.name}: its supervisor was killed", always=True)
             return 1
+        if code == COORDINATOR_LOST:
+            where = self.step.names[self.coordinating]
+            self.say(f"node {self.step.name} ends: the coordinator is lost (it was on {where})", always=True)
         return code
 
     async def _coordinate(self, address: str, cpus: list[list[int]]) -> int:

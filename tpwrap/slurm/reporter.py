@@ -25,6 +25,8 @@ from tpwrap.slurm.commands import SlurmError
 _RETRY = 2.0
 _LINGER = 30.0
 """seconds after the end of the job to go on trying; slurmctld may be restarting"""
+_LAST_COMMENT = 3.0
+"""seconds that setting dead nodes down waits for the last comment where it must"""
 _COMMENT_INTERVAL = 1.0
 _ATTEMPTS = 30
 
@@ -121,7 +123,8 @@ class Reporter:
             self._drain(item[1], item[2])
         if story.begun and (now >= self.next_comment or self.closed_at is not None):
             self._comment(story)
-        if not self.downs_wait or (self.closed_at is not None and self._told(story)):
+        patient = self.closed_at is None or (not self._told(story) and now < self.closed_at + _LAST_COMMENT)
+        if not (self.downs_wait and patient):
             self._set_down()
 
     def _comment(self, story: Chronicle) -> None:
