@@ -86,6 +86,12 @@ static unsigned count_in(const char *name)
     return tp_read_count(getenv(name), INT_MAX, &count) ? count : 0;
 }
 
+/* Where the controller does it, srun still has tasks to lay out over all nodes, and so must know their numbers itself. */
+static enum tp_enlarger enlarger(void)
+{
+    return site.enlarger == TP_BY_JOB_SUBMIT && spank_context() == S_CTX_LOCAL ? TP_BY_PLUGIN : site.enlarger;
+}
+
 static int on_option(int value, const char *text, int remote)
 {
     (void)value;
@@ -97,7 +103,7 @@ static int on_option(int value, const char *text, int remote)
     /* cli_filter.lua runs after this and before everything else, and asks here whether it is its turn. */
     if (!remote && outside_of_a_job()) {
         if (asked_spares)
-            set("TORCHPASS_ENLARGED", tp_enlarger_name(site.enlarger));
+            set("TORCHPASS_ENLARGED", tp_enlarger_name(enlarger()));
         else
             unsetenv("TORCHPASS_ENLARGED");
     }
@@ -157,14 +163,19 @@ static void enlarge(spank_t spank)
         refuse(sentence);
     tp_options_read(&asked);
     asked.step = spank_context() == S_CTX_LOCAL;
-    if (site.enlarger == TP_BY_CLI_FILTER) {
+    if (enlarger() == TP_BY_CLI_FILTER) {
         if (!tp_options_job_is_kept())
             refuse("plugstack.conf says enlarge=cli_filter, but no cli_filter.lua added the spares; the administrator "
                    "can set CliFilterPlugins=cli_filter/lua in slurm.conf, or leave the argument away");
     } else {
         if (!tp_enlarge(&asked, asked_spares, &sizes, sentence))
             refuse(sentence);
-        if (site.enlarger == TP_BY_PLUGIN && !tp_options_write(&sizes, sentence))
+        /* The totals that sbatch and salloc write down for the job's commands would be those without spares. */
+        if (enlarger() == TP_BY_JOB_SUBMIT && (asked.tasks_given || *asked.gpus))
+            refuse(
+                "on this cluster the controller adds the spares, for which -n and --gpus are of no use; write -N NODES "
+                "--ntasks-per-node=TASKS --gpus-per-node=GPUS instead");
+        if (enlarger() == TP_BY_PLUGIN && !tp_options_write(&sizes, sentence))
             refuse(sentence);
         if (!tp_options_keep_job(sentence))
             refuse(sentence);
@@ -178,8 +189,8 @@ static void enlarge(spank_t spank)
     snprintf(number, sizeof number, "%u", asked_spares);
     set("TORCHPASS_SPARES", number);
     tell_job(spank, "TORCHPASS_SPARES", asked_spares);
-    if (site.enlarger != TP_BY_JOB_SUBMIT) /* where it is missing, job_submit.lua does it */
-        spank_job_control_setenv(spank, "TORCHPASS_ENLARGED", tp_enlarger_name(site.enlarger), 1);
+    if (enlarger() != TP_BY_JOB_SUBMIT) /* where it is missing, job_submit.lua does it */
+        spank_job_control_setenv(spank, "TORCHPASS_ENLARGED", tp_enlarger_name(enlarger()), 1);
 }
 
 static void hand_to_tasks(const char *name)

@@ -16,6 +16,7 @@ local function told(job, name)
     local found = string.match(entry, "^" .. name .. "=(.*)$")
     if found then return found end
   end
+  return nil -- said aloud: tonumber refuses no value at all
 end
 
 -- "gres:gpu:" and "a100:8" of "gres:gpu:a100:8" (22.05) or "gres/gpu:a100:8" (24.11); nil where it is anything else.

@@ -4,10 +4,11 @@ import fcntl
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,15 +40,24 @@ def built(version: str = "22.05") -> Path:
 
 @contextmanager
 def plugin_bed(
-    version: str = "22.05", arguments: str = "", scripts: tuple[str, ...] = (), **options: object
+    version: str = "22.05",
+    arguments: str = "",
+    scripts: Iterable[str] = (),
+    sites: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Iterator[Bed]:
-    """A bed of six nodes with four GPUs each and the plugin; `scripts` names the Lua variants to install, too."""
+    """A bed of six nodes with four GPUs each and the plugin with these arguments in plugstack.conf.
+
+    `scripts` names the Lua variants to install, `sites` gives scripts of a site's own that load them.
+    """
     try:
         folder = built(version)
     except install.BedUnavailable as reason:
         pytest.skip(str(reason))
-    settings = {"nodes": 6, "gpus": 4, "slurm_conf": HARSH, **options}
     lua = {name: (folder / f"{name}.lua").read_text() for name in scripts}
+    for name, text in (sites or {}).items():
+        lua[name] = f'dofile("{folder}/{name}.lua")\n{text}'
+    settings = {"nodes": 6, "gpus": 4, "slurm_conf": HARSH, **options}
     with open_bed(version=version, plugin=[f"optional {folder}/torchpass.so {arguments}"], lua=lua, **settings) as bed:
         yield bed
 
