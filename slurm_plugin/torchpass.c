@@ -336,14 +336,8 @@ static void leave_record(spank_t spank)
     if (!nodes)
         nodes = getenv("SLURM_NODELIST");
     record.spares = count_in("SPANK_TORCHPASS_SPARES");
-    if (!record.spares) {
-        /* Not through sbatch but, say, slurmrestd. */
-        char *text = NULL;
-
-        if (spank_option_getopt(spank, &option, &text) != ESPANK_SUCCESS ||
-            !tp_read_count(text, INT_MAX, &record.spares) || !record.spares)
-            return;
-    }
+    if (!record.spares)
+        return;
     if (nodes && strlen(nodes) < sizeof record.nodes)
         strcpy(record.nodes, nodes);
     if (spank_get_item(spank, S_JOB_ID, &job) != ESPANK_SUCCESS ||

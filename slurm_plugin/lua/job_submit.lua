@@ -1,7 +1,7 @@
--- TorchPass on the controller: adds the spare nodes of --torchpass-spares to a request. For sites that decide there, and
--- for requests that come through no command of ours, such as slurmrestd's:
+-- TorchPass on the controller: adds the spare nodes to a request. For sites that decide there, and for requests that come
+-- through no command of Slurm's, such as slurmrestd's:
 --
---     "spank_environment": ["_SLURM_SPANK_OPTION_torchpass_torchpass_spares=2"], "kill_on_node_fail": false
+--     "spank_environment": ["TORCHPASS_SPARES=2"], "kill_on_node_fail": false
 --
 -- In slurm.conf: JobSubmitPlugins=lua. Where the site has a job_submit.lua already, keep that, and add
 --     dofile("/usr/local/share/torchpass/lua/job_submit.lua")                    at its beginning
@@ -26,7 +26,7 @@ local function gpus_of(tres)
 end
 
 function torchpass_job_submit(job)
-  local spares = tonumber(told(job, "_SLURM_SPANK_OPTION_torchpass_torchpass_spares"))
+  local spares = tonumber(told(job, "TORCHPASS_SPARES"))
   if not spares or spares < 1 or told(job, "TORCHPASS_ENLARGED") then return slurm.SUCCESS end
 
   local function refuse(sentence)
@@ -69,10 +69,7 @@ function torchpass_job_submit(job)
     local others = job.tres_per_node
     job.tres_per_node = (others and others ~= "" and others .. "," or "") .. prefix .. sizes.gpus_per_node
   end
-  -- What came without the plugin, too.
-  if job.script and not told(job, "TORCHPASS_SPARES") then
-    job.environment["TORCHPASS_SPARES"] = string.format("%d", spares)
-  end
+  if job.script then job.environment["TORCHPASS_SPARES"] = string.format("%d", spares) end
   return slurm.SUCCESS
 end
 

@@ -12,14 +12,14 @@
 
 int main(int count, char **words)
 {
-    char *environment[] = {"PATH=/usr/bin:/bin", NULL}, option[100], *told[] = {option, NULL}, script[10000] = "";
+    char *environment[] = {"PATH=/usr/bin:/bin", NULL}, spares[100], *told[] = {spares, NULL}, script[10000] = "";
     submit_response_msg_t *answer;
     job_desc_msg_t job;
     FILE *file;
 
     if (count != 7 || !(file = fopen(words[1], "r")) || !fread(script, 1, sizeof script - 1, file))
         return 2;
-    snprintf(option, sizeof option, "_SLURM_SPANK_OPTION_torchpass_torchpass_spares=%s", words[6]);
+    snprintf(spares, sizeof spares, "TORCHPASS_SPARES=%s", words[6]);
     slurm_init(NULL);
     slurm_init_job_desc_msg(&job);
     job.name = "raw";
