@@ -14,7 +14,7 @@
 
 static int name(char path[PATH_MAX], uint32_t job)
 {
-    const char *slurm = getenv("SLURMD_NODENAME"); /* the prolog has it, the extern step has not */
+    const char *slurm = getenv("SLURMD_NODENAME"); /* in the prolog; not where HealthCheckProgram runs */
     char host[HOST_NAME_MAX + 1] = "";
 
     if (!slurm && gethostname(host, sizeof host - 1))

@@ -20,10 +20,10 @@
 SPANK_PLUGIN(torchpass, 1)
 #pragma GCC visibility pop
 
-#include "option.h"
-#include "record.h"
 #include "arguments.h"
 #include "helper.h"
+#include "option.h"
+#include "record.h"
 #include "sizes.h"
 #include "verdict.h"
 
@@ -304,47 +304,28 @@ static void in_task(spank_t spank)
     }
 }
 
-static bool is_step(spank_t spank, uint32_t which)
-{
-    uint32_t step;
-
-    return spank_context() == S_CTX_REMOTE && spank_get_item(spank, S_JOB_STEPID, &step) == ESPANK_SUCCESS &&
-           step == which;
-}
-
-/* In the prolog, not in the extern step: Slurm kills that one on all nodes as soon as one of them goes down. */
-static void start_helper(uint32_t job, const struct tp_record *record)
-{
-    if (!site.helper)
-        return;
-    if (tp_helper_start(job, record->uid, record->nodes, site.max_drain ? site.max_drain : record->spares,
-                        site.confirm))
-        slurm_error("torchpass: no helper for job %u: %s", job, strerror(errno));
-}
-
-static void stop_helper(uint32_t job)
-{
-    tp_helper_stop(job);
-}
-
-static void leave_record(spank_t spank)
+/* On every node of a job with spares, idle ones included. The helper starts here and not in the extern step, which
+   Slurm 22.05 kills on all nodes as soon as one of them goes down. */
+static void begin_job_on_node(spank_t spank)
 {
     static struct tp_record record;
     const char *nodes = getenv("SLURM_JOB_NODELIST"); /* 24.11 and later */
+    unsigned cap;
     uint32_t job;
 
-    if (!nodes)
-        nodes = getenv("SLURM_NODELIST");
     record.spares = count_in("SPANK_TORCHPASS_SPARES");
     if (!record.spares)
         return;
+    if (!nodes)
+        nodes = getenv("SLURM_NODELIST");
     if (nodes && strlen(nodes) < sizeof record.nodes)
         strcpy(record.nodes, nodes);
+    cap = site.max_drain ? site.max_drain : record.spares;
     if (spank_get_item(spank, S_JOB_ID, &job) != ESPANK_SUCCESS ||
         spank_get_item(spank, S_JOB_UID, &record.uid) != ESPANK_SUCCESS || tp_record_write(job, &record))
         slurm_error("torchpass: cannot write the job's record in " TP_RUN ": %s", strerror(errno));
-    else
-        start_helper(job, &record);
+    else if (site.helper && tp_helper_start(job, record.uid, record.nodes, cap, site.confirm))
+        slurm_error("torchpass: no helper for job %u: %s", job, strerror(errno));
 }
 
 #pragma GCC visibility push(default)
@@ -384,8 +365,10 @@ int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
 
 int slurm_spank_task_init(spank_t spank, int count, char **arguments)
 {
+    uint32_t step = 0;
+
     (void)count, (void)arguments;
-    if (is_step(spank, SLURM_BATCH_SCRIPT))
+    if (spank_get_item(spank, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step == SLURM_BATCH_SCRIPT)
         in_batch_script(spank);
     else
         in_task(spank);
@@ -395,7 +378,7 @@ int slurm_spank_task_init(spank_t spank, int count, char **arguments)
 int slurm_spank_job_prolog(spank_t spank, int count, char **arguments)
 {
     tp_arguments_read(count, arguments, &site);
-    leave_record(spank);
+    begin_job_on_node(spank);
     return 0;
 }
 
@@ -405,7 +388,7 @@ int slurm_spank_job_epilog(spank_t spank, int count, char **arguments)
 
     (void)count, (void)arguments;
     if (spank_get_item(spank, S_JOB_ID, &job) == ESPANK_SUCCESS)
-        stop_helper(job);
+        tp_helper_stop(job);
     return 0;
 }
 
