@@ -31,7 +31,8 @@ def loss_curve(undisturbed: Path, healed: Path, rank: int) -> Table:
 
 
 def pause(event: events.FailoverFinished, node: str) -> Table:
-    table = Table("stage", "ms", title=f"The pause: {node} was lost in step {event.step}; {event.reason}")
+    console.print(f"\nThe pause: {node} was lost in step {event.step}; {event.reason}")
+    table = Table("stage", "ms")
     for stage, seconds in event.stages.items():
         table.add_row(stage, f"{1000 * seconds:.0f}")
     table.add_row("[bold]all[/]", f"[bold]{1000 * event.seconds:.0f}[/]")

@@ -154,7 +154,8 @@ Event: TypeAlias = (
 STAGES = ("detect", "release", "decide", "restore", "resume")
 """The stages of a failover, in order.
 
-detect: from the injected fault to the news of the failure (0 where it was not injected: nobody knows).
+detect: from the injected fault, or the last sign of life of a node that fell silent, to the news of the failure (0
+where nobody knows when it happened).
 release: until every survivor has let go. decide: until every lost rank has a slot with a warm worker in it.
 restore: until every member has rebuilt its communicators and holds the right state.
 resume: until every rank goes on.

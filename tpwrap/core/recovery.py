@@ -68,11 +68,13 @@ def _opened(d: Draft, lost: list[int]) -> Failover:
 
 
 def _detected(d: Draft, lost: list[int]) -> tuple[tuple[str, float], ...]:
-    """Where the failure was injected, its time is known: the failover counts from there."""
+    """The failover counts from the failure, where its time is known: it was injected, or a node fell silent."""
     nodes = {d.state.ranks[rank].place[0] for rank in lost}
     matching = [one.at for one in d.state.injections if not lost or one.rank in lost or one.node in nodes]
     d.set(injections=())
-    return (("detect", min(matching)),) if matching else ()
+    views = [d.state.nodes[node] for node in nodes]
+    silent = [view.heard for view in views if d.now - view.heard >= d.state.times.node_silence]
+    return (("detect", min(matching + silent)),) if matching or silent else ()
 
 
 def released(d: Draft, rank: int, step: int) -> None:
