@@ -109,6 +109,25 @@ def test_who_waits_for_a_failure_is_not_woken_by_operations() -> None:
     assert woken[0] < 50
 
 
+def test_a_release_ends_the_wait_for_a_replay() -> None:
+    """The other rank never answers it: it died in the meantime."""
+    world = World(2).live()
+    zero = world.ranks[0]
+    for rank in world.ranks:
+        rank.journal.step = 0
+    world.each(all_reduce)
+    for rank in world.ranks:
+        rank.journal.suspend()
+        rank.group.adopt(None)
+    world.connect()
+    zero.journal.replay(0)
+    assert not zero.journal.wait_replayed(0.1)
+    threading.Timer(0.1, zero.journal.suspend).start()
+    began = time.monotonic()
+    assert zero.journal.wait_replayed(10.0)  # over, one way or another: the next release is in the queue
+    assert time.monotonic() - began < 5.0
+
+
 def test_a_newcomer_is_served_finished_operations_and_pending_ones_complete() -> None:
     """Rank 2 dies after its first of two operations; a fresh rank 2 runs both from the start of the step."""
     world = World(3).live()
