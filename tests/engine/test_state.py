@@ -44,18 +44,14 @@ def train(state: ReplicaState, steps: int) -> None:
 
 @pytest.mark.parametrize("sources", [1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_newcomer_trains_on_as_its_replica(
-    optimizer: str, sources: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_trains_on_as_its_replica(optimizer: str, sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE", 1000)  # several pieces for each source
     replica, newcomer = make(optimizer, 1), make(optimizer, 2)
     train(replica, 5)
     servers = [StateServer("127.0.0.1", KEY) for _ in range(sources)]
     for server in servers:
         server.offer(Offer(3, 5, replica, replica.scalars()))
-    inventory, moved = transfer.restore(
-        newcomer, [s.address for s in servers], KEY, 3, 5, 5.0, lambda: False
-    )
+    inventory, moved = transfer.restore(newcomer, [s.address for s in servers], KEY, 3, 5, 5.0, lambda: False)
     assert inventory.digests == newcomer.digests() == replica.digests()
     assert inventory.scalars == newcomer.scalars() == replica.scalars()
     assert moved > 48_000

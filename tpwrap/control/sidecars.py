@@ -123,9 +123,7 @@ class SidecarServer:
             connection.sendall(challenge)
             answer = receive_exactly(connection, 33)
             mode = answer[32:]
-            if mode not in (b"P", b"G") or not hmac.compare_digest(
-                answer[:32], _token(self._key, challenge, mode)
-            ):
+            if mode not in (b"P", b"G") or not hmac.compare_digest(answer[:32], _token(self._key, challenge, mode)):
                 return
             connection.settimeout(None)
             serve = self._serve_put if mode == b"P" else self._serve_get

@@ -36,9 +36,7 @@ def iterator_at(loader: Any, origin: Origin) -> Iterator[Any]:
     """
     randomness.restore(origin.at_pass)
     iterator: Any = iter(loader)
-    skips_indices = (
-        isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
-    )
+    skips_indices = isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
     for _ in range(origin.batch):
         if skips_indices:
             iterator._next_index()

@@ -29,9 +29,7 @@ def sidecar_of(runtime: Runtime, plan: Plan) -> Sidecar:
 
 def _fetch(runtime: Runtime, plan: Plan, step: int) -> bytes:
     try:
-        return sidecar.fetch(
-            plan.keepers[runtime.rank], runtime.key, runtime.rank, step, runtime.timeouts.release
-        )
+        return sidecar.fetch(plan.keepers[runtime.rank], runtime.key, runtime.rank, step, runtime.timeouts.release)
     except sidecar.SidecarLost as lost:
         raise _give_up(runtime, str(lost)) from lost
 
@@ -101,9 +99,7 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
     # all been answered offline, so no operation is left that could write.
     digest = combined(inventory.digests, inventory.scalars)
     clock.lap("verify")
-    runtime.send(
-        Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps})
-    )
+    runtime.send(Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps}))
     runtime.wait_resume(plan.generation)
     runtime.injector.at("recovery", plan.step, "resume")
     return restored, inventory.scalars

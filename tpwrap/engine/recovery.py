@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from tpwrap.engine.runtime import Runtime
 
 
-_OVER_BUDGET = (
-    "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB"
-)
+_OVER_BUDGET = "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB"
 
 
 class Recovery:

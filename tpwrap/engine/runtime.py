@@ -58,9 +58,7 @@ class Runtime:
     live: this worker takes part in collectives for real. A newcomer is not live before its point of entry.
     """
 
-    def __init__(
-        self, link: Link, state_server: StateServer, key: bytes, timeouts: Timeouts, assign: Assign
-    ) -> None:
+    def __init__(self, link: Link, state_server: StateServer, key: bytes, timeouts: Timeouts, assign: Assign) -> None:
         global _current
         self.rank = assign.rank
         self.generation = assign.generation

@@ -21,9 +21,7 @@ class Session:
     Without tpwrap (plain Python, torchrun) it counts, and changes nothing.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any | None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
         self.step = 0
         self.epoch = 0
         self.batch_index = -1
@@ -114,9 +112,7 @@ class Batches:
         return batch
 
 
-def session(
-    *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any | None = None
-) -> Session:
+def session(*, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any | None = None) -> Session:
     """Protect a training loop. Call it once, after the model is wrapped and the optimizer (and scheduler) are made.
 
     model: the module, wrapped in DDP or not. One `optimizer.step()` is one step.
@@ -127,9 +123,7 @@ def session(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"tpwrap.session: model is a {type(model).__name__}; give a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"tpwrap.session: optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer"
-        )
+        raise TypeError(f"tpwrap.session: optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise TypeError(f"tpwrap.session: scheduler is a {type(scheduler).__name__} without state_dict()")
     return Session(model, optimizer, scheduler)

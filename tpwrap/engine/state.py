@@ -104,9 +104,7 @@ class ReplicaState:
             parameter = parameters[place]
             # A step counter lives on the CPU whatever the parameter's device, unless the optimizer is capturable.
             device = parameter.device if shape == list(parameter.shape) or self._capturable() else "cpu"
-            self.optimizer.state[parameter][key] = torch.empty(
-                shape, dtype=encoding.dtype_of(dtype), device=device
-            )
+            self.optimizer.state[parameter][key] = torch.empty(shape, dtype=encoding.dtype_of(dtype), device=device)
         for name in mine.keys() - wanted:
             part, place, key = [*name.split("/", 2), "", ""][:3]
             if part == "model":

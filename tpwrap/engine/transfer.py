@@ -115,9 +115,7 @@ class StateServer:
     def _accept(self) -> None:
         while True:
             connection, _ = self._socket.accept()
-            threading.Thread(
-                target=self._serve, args=(connection,), name="torchpass-serve", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(connection,), name="torchpass-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -133,9 +131,7 @@ class StateServer:
                 if offer is None:
                     return  # the newcomer sees a closed connection and waits for its next plan
                 if request.want is None:
-                    body = msgspec.msgpack.encode(
-                        Inventory(offer.state.manifest(), offer.digests(), offer.scalars)
-                    )
+                    body = msgspec.msgpack.encode(Inventory(offer.state.manifest(), offer.digests(), offer.scalars))
                     connection.sendall(struct.pack("<I", len(body)) + body)
                 else:
                     tensors = offer.state.tensors()
