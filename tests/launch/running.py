@@ -59,16 +59,9 @@ class Run:
 
     def pids(self) -> list[int]:
         """All living processes of the run, the launcher included. Zombies have no environment any more."""
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    environ = Path(f"/proc/{name}/environ").read_bytes()
-                except OSError:
-                    continue
-                if f"{_MARK}={self.mark}".encode() in environ.split(b"\0"):
-                    found.append(int(name))
-        return found
+        mark = f"{_MARK}={self.mark}".encode()
+        everything = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in everything if mark in proc(pid, "environ").split(b"\0")]
 
     def until(self, condition: Callable[[], object], what: str, timeout: float = 60) -> None:
         """Poll `condition` while the job runs."""
@@ -97,6 +90,19 @@ class Run:
             except ProcessLookupError:
                 pass
         self.process.wait(10)
+
+
+def proc(pid: int, name: str) -> bytes:
+    """/proc/PID/NAME; nothing once the process has ended, which may be at any time."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def comm(pid: int) -> str:
+    """The name that a process goes by."""
+    return proc(pid, "comm").decode(errors="replace").strip()
 
 
 def describe(pid: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import STANDIN, Run
+from running import STANDIN, Run, proc
 
 Start = Callable[..., Run]
 ARGUMENTS = ["--nodes", "2", "--spares", "1", "--failure-timeout", "1", *STANDIN]
@@ -89,8 +89,7 @@ def test_run_directory_is_private_and_its_key_does_not_stay(tpwrap: Start) -> No
     assert len(bytes.fromhex(key)) == 32
     for pid in run.pids():  # neither in a command line nor in an environment
         for name in ("cmdline", "environ"):
-            with open(f"/proc/{pid}/{name}", "rb") as f:
-                assert key.encode() not in f.read()
+            assert key.encode() not in proc(pid, name)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(20) == 130
     left = {name for name in os.listdir(run.dir) if not name.startswith("came")}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import ROOT, Run
+from running import ROOT, Run, comm
 
 Start = Callable[..., Run]
 
@@ -163,7 +163,7 @@ def test_real_workers_end_on_ctrl_c(tpwrap: Start, tmp_path: Path) -> None:
     run = tpwrap("--nodes", "2", "--spares", "1", sys.executable, str(script))
     run.until(lambda: run.text().count("] started") == 2, "both ranks", 110)
     for pid in run.pids():
-        if Path(f"/proc/{pid}/comm").read_text().startswith("tp-zygote"):
+        if comm(pid).startswith("tp-zygote"):
             # A fork of a process with threads may inherit locks that nobody will ever release.
             assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
     run.process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import STANDIN, Run
+from running import STANDIN, Run, comm, proc
 
 from tpwrap.core import events
 from tpwrap.launch import processes
@@ -56,7 +56,7 @@ def test_what_a_dead_worker_leaves_is_killed(tpwrap: Start) -> None:
     run = tpwrap(*ARGUMENTS, *STANDIN, "children")
 
     def sleeping() -> list[int]:
-        return [pid for pid in run.pids() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+        return [pid for pid in run.pids() if comm(pid) == "sleep"]
 
     assert run.wait() == 0, run.text()
     assert "children started" in run.log("rank0")
@@ -111,14 +111,7 @@ def test_halted_node_is_lost_and_fenced(tpwrap: Start) -> None:
 
 
 def zygotes(run: Run, node: int = 0) -> list[int]:
-    found = []
-    for pid in run.pids():
-        try:
-            if Path(f"/proc/{pid}/comm").read_text() == f"tp-zygote{node}\n" and processes.state(pid) != "Z":
-                found.append(pid)
-        except OSError:
-            continue
-    return found
+    return [pid for pid in run.pids() if comm(pid) == f"tp-zygote{node}" and processes.state(pid) != "Z"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -174,12 +167,7 @@ def test_slot_that_brings_nobody_up_is_left_at_once(tpwrap: Start, tmp_path: Pat
 
 
 def standins(run: Run) -> list[int]:
-    found = []
-    for pid in run.pids():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if len(command) > 1 and command[1].endswith(b"standin.py"):
-            found.append(pid)
-    return sorted(found)
+    def script(pid: int) -> bytes:
+        return b"".join(proc(pid, "cmdline").split(b"\0")[1:2])
+
+    return sorted(pid for pid in run.pids() if script(pid).endswith(b"standin.py"))
