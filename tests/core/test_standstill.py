@@ -131,6 +131,23 @@ def test_a_long_step_has_its_time() -> None:
     assert notices(idle(play, 15, at(21, 1, 99), at(21, 0)))
 
 
+def test_in_the_middle_of_an_ordinary_step_nobody_is_asked() -> None:
+    play = Play(Job(nodes=2))
+    play.wait(40)
+    for step in (21, 22, 23):
+        play.say(0, m.Progress(step))
+        assert not sent(play.wait(39), m.Look)
+    assert sent(play.wait(2), m.Look)
+
+
+def test_one_long_step_does_not_hide_for_as_long_that_a_rank_has_left() -> None:
+    play = Play(Job(nodes=2))
+    play.wait(3000)
+    play.say(0, m.Progress(21))
+    play.say(1, m.Finished(21))
+    assert ended(idle(play, 125, at(22, 1, 99), at(21, 1)))
+
+
 def test_before_the_first_step_there_is_more_patience_and_without_a_session_no_word_unless_somebody_waits() -> None:
     play = Play(Job(nodes=2), start=False)
     for node in range(2):

@@ -21,6 +21,8 @@ _STEPS = 3
 """a notice comes after so many of the longest steps seen"""
 _GROWTH = 3
 """the next one after so many times as long"""
+_LONGEST_PERIOD = 6
+"""of questions, in units of failure_timeout: a step that took an hour once must not hide what follows for so long"""
 _MOST_NAMED = 8
 
 
@@ -38,7 +40,7 @@ def moved(d: Draft) -> None:
 
 def look(d: Draft) -> None:
     """Every tick while training runs: ask, and judge what was answered."""
-    still, period = d.state.standstill, d.state.times.failure_timeout / 2
+    still, period = d.state.standstill, _period(d.state)
     if still.generation != d.state.generation:
         still = replace(still, generation=d.state.generation, collecting=False, before={})
         d.set(standstill=still)
@@ -85,6 +87,12 @@ def _judge(d: Draft) -> None:
         d.set(standstill=replace(d.state.standstill, notices=still.notices + 1))
         who = tell(d.state.ranks, finished, still.answers)
         d.emit(events.Notice("warning", f"no progress for {idle:.0f} s: {who}"))
+
+
+def _period(state: State) -> float:
+    """Between two questions. Where steps are long, nobody is asked in the middle of an ordinary one."""
+    unit = state.times.failure_timeout
+    return max(unit / 2, min(state.standstill.longest or 0.0, _LONGEST_PERIOD * unit))
 
 
 def _limit(state: State) -> float:
