@@ -18,6 +18,7 @@ from tpwrap.core.state import (
     Heard,
     Joined,
     KillWorker,
+    Left,
     NodeLost,
     Observation,
     Said,
@@ -710,3 +711,20 @@ def test_a_store_that_is_lost_in_a_recovery_ends_the_job() -> None:
     play.die(1)
     [end] = [action for action in play.see(StoreLost()) if isinstance(action, End)]
     assert end.exit_code == 70
+
+
+def test_one_node_that_is_told_to_end_is_lost_and_two_end_the_job() -> None:
+    play = Play(Job(nodes=3, spares=1))
+    assert play.see(Left(1, "SIGTERM")) == []
+    play.now += play.state.times.stop_grace / 2
+    actions = play.see(Tick())
+    assert emitted(actions, events.NodeDown) == [events.NodeDown(1, "its supervisor was told to end by SIGTERM", [1])]
+    assert list(sent(play.release(20), m.Assign)) == ["n3s0w3"]
+    play = Play(Job(nodes=3, spares=1))
+    play.see(Left(1, "SIGTERM"))
+    end = ending(play.see(Left(3, "SIGTERM")))
+    assert (end.exit_code, end.reason) == (143, "stopped by SIGTERM")
+
+
+def test_the_only_node_that_is_told_to_end_ends_the_job() -> None:
+    assert ending(Play(Job(nodes=1, nproc_per_node=2)).see(Left(0, "SIGUSR1"))).exit_code == 138

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.cluster import Bed
+from tests.e2e.conftest import Run
 from tests.e2e_slurm.conftest import GPT, Job, submit
 from tests.e2e_slurm.test_training import assert_not_drained
 from tpwrap.core import events
@@ -79,4 +82,17 @@ def test_a_bug_of_the_script_fails_the_job(bed: Bed) -> None:
     assert job.output.count("Traceback (most recent call last)") == 1
     assert "ValueError: this is the bug" in job.output
     assert shown["ExitCode"] == "1:0"
+    assert_not_drained(bed, *bed.nodes)
+
+
+def test_a_signal_to_one_node_alone_is_the_loss_of_that_node(bed: Bed, undisturbed: Callable[..., Run]) -> None:
+    """A host that is shut down ends its processes politely; the rest of the job goes on."""
+    job = submit(bed)
+    job.wait_step(20)
+    node = job.node_of(2)
+    supervisor = next(e.pid for e in job.events(events.NodeJoined) if e.name == node)
+    bed.run(["kill", "-TERM", str(supervisor)], user="root", node=node)
+    job.end()
+    job.assert_equal(undisturbed("gpt-slurm", GPT), {2, 3})
+    assert "because it answers: its supervisor was told to end by SIGTERM" in job.output
     assert_not_drained(bed, *bed.nodes)

@@ -30,4 +30,4 @@ def test_a_comment_that_leaves_no_room() -> None:
 
 @given(st.text(max_size=1024), st.text(max_size=50), st.lists(st.text(max_size=200), max_size=30))
 def test_never_longer_than_slurm_takes(own: str, summary: str, entries: list[str]) -> None:
-    assert len(render(own, summary, entries)) <= LIMIT
+    assert len(render(own, summary, entries).encode(errors="replace")) <= LIMIT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tpwrap.slurm.commands import SlurmError, run
-from tpwrap.slurm.helper import ask, clean
+from tpwrap.slurm.helper import ask, clean, is_final
 
 
 def answering(path: Path, answer: bytes) -> list[bytes]:
@@ -39,6 +39,26 @@ def test_a_request_and_its_answers(tmp_path: Path) -> None:
         ask(tmp_path / "c", "drain", "n4", "x")
     with pytest.raises(SlurmError, match="does not answer"):
         ask(tmp_path / "none", "drain", "n4", "x")
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        (b"refused: n9 is no node of this job\n", True),
+        (b"refused: slurmctld does not answer: try again later\n", False),
+        (b"refused: busy: try again later\n", False),
+        (b"refused: too many requests\n", False),
+        (b"", False),
+    ],
+)
+def test_what_may_be_asked_again(answer: bytes, final: bool, tmp_path: Path) -> None:
+    answering(tmp_path / "a", answer)
+    with pytest.raises(SlurmError) as refusal:
+        ask(tmp_path / "a", "drain", "n4", "x")
+    assert is_final(refusal.value) is final
+    with pytest.raises(SlurmError) as nobody:
+        ask(tmp_path / "none", "drain", "n4", "x")
+    assert not is_final(nobody.value)
 
 
 def test_only_harmless_text_is_sent() -> None:

@@ -28,6 +28,8 @@ def test_a_task_of_srun() -> None:
     assert (step.job_id, step.name, step.node, step.local_id, step.tasks_per_node) == (7, "n2", 1, 1, 2)
     assert (step.first_of_job, step.launched_from, step.block, step.tag) == (0, "10.77.0.11", "top.s1", "7.0")
     assert read({**TASK, "SLURM_RESTART_COUNT": "2"}).tag == "7.0.r2"
+    assert step.slurm_id == "7"
+    assert read({**TASK, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}).slurm_id == "5_3"
 
 
 def test_a_batch_script_is_no_task() -> None:
@@ -101,11 +103,11 @@ def test_sizes_that_contradict_the_step(values: dict[str, object], words: str) -
 
 def test_who_coordinates() -> None:
     step = read(TASK)
-    assert coordinating_node(settings(), step, 0) == 0
-    assert coordinating_node(settings(), step, None) == 4
-    assert coordinating_node(settings(coordinator="n3"), step, 0) == 2
+    assert coordinating_node(settings(), step) == 0
+    assert coordinating_node(settings(), read({**TASK, "SLURM_STEP_NODELIST": "n[2-5]"})) == 3
+    assert coordinating_node(settings(coordinator="n3"), step) == 2
     with pytest.raises(ConfigError, match="x is no node of this step"):
-        coordinating_node(settings(coordinator="x"), step, 0)
+        coordinating_node(settings(coordinator="x"), step)
 
 
 def test_ports_follow_from_the_key() -> None:

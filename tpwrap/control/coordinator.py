@@ -32,6 +32,7 @@ from tpwrap.core.state import (
     Heard,
     Joined,
     KillWorker,
+    Left,
     NodeLost,
     Observation,
     Said,
@@ -302,6 +303,6 @@ def _understood(node: int, message: m.SupervisorMessage) -> Observation:
         case m.SlotFailed(slot, how, returncode):
             return SlotBroken(node, slot, how, returncode)
         case m.Leaving(signal):
-            return Stop(signal)
+            return Left(node, signal)
         case _:
             return Heard(node)

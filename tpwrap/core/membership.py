@@ -21,6 +21,7 @@ from tpwrap.core.state import (
     Hint,
     Injection,
     Joined,
+    Left,
     Loss,
     Node,
     NodeLost,
@@ -103,6 +104,8 @@ def transition(state: State, observation: Observation, now: float) -> Transition
             _tick(d)
         case Stop(signal):
             d.end(endings.SIGNALS.get(signal, 130), f"stopped by {signal}")
+        case Left(node, signal):
+            _left(d, node, signal)
         case StoreLost():
             _store_lost(d)
     return d.done()
@@ -187,6 +190,29 @@ def _tell_of_lost_buddy(d: Draft, node: int) -> None:
     for rank, view in d.state.ranks.items():
         if node in view.buddies:
             d.send_rank(rank, m.BuddyLost(d.state.nodes[node].sidecars))
+
+
+def _left(d: Draft, node: int, signal: str) -> None:
+    """Slurm signals every process of a job that is to end (scancel, the time limit); a host that is shut down, or a
+    person, one node only. The second node, or the coordinator's own process, tells which it is."""
+    if d.state.nodes[node].status is not NodeStatus.UP:
+        return
+    d.put("leaving", node, (d.now, signal))
+    if len(d.state.leaving) > 1 or len(d.state.up_nodes()) == 1:
+        d.end(endings.SIGNALS.get(signal, 130), f"stopped by {signal}")
+
+
+def _gone_alone(d: Draft) -> bool:
+    """Whether a node has left and nobody else: it is lost like any other."""
+    alone = {
+        node: f"its supervisor was told to end by {signal}"
+        for node, (since, signal) in d.state.leaving.items()
+        if d.now - since >= d.state.times.stop_grace / 2
+    }
+    if alone:
+        d.set(leaving={})
+        _node_lost(d, alone)
+    return bool(alone)
 
 
 def _keep_buddies(d: Draft) -> None:
@@ -411,7 +437,7 @@ def _tick(d: Draft) -> None:
     if late:
         _forgive(d, lost)
         return
-    if _silent_nodes(d):
+    if _silent_nodes(d) or _gone_alone(d):
         return
     hint = d.state.hint
     if hint is not None and d.now - hint.since >= d.state.times.comm_error_grace:

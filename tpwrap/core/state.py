@@ -98,11 +98,19 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A supervisor was told by a signal to end."""
+
+    node: int
+    signal: str
+
+
+@dataclass(frozen=True)
 class StoreLost:
     """The rendezvous store has ended: no new communicator can be made."""
 
 
-Observation: TypeAlias = Joined | Heard | NodeLost | Exited | SlotBroken | Said | Tick | Stop | StoreLost
+Observation: TypeAlias = Joined | Heard | NodeLost | Exited | SlotBroken | Said | Tick | Stop | Left | StoreLost
 
 # --- what it answers -------------------------------------------------------------------------------
 
@@ -314,6 +322,8 @@ class State:
     notices: frozenset[str] = frozenset()
     standstill: Standstill = Standstill(0.0)
     store_lost: bool = False
+    leaving: Mapping[int, tuple[float, str]] = field(default_factory=dict)
+    """nodes whose supervisors were told to end: since when, and by which signal"""
 
     @property
     def ended(self) -> bool:

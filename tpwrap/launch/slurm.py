@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -38,8 +39,7 @@ from tpwrap.launch.rundir import RunDir
 from tpwrap.launch.siblings import Door, Place, all_devices, cpus_by_slot, hold
 from tpwrap.launch.supervisor import COORDINATOR_LOST
 from tpwrap.report import story
-from tpwrap.slurm import ending, helper, probe, reporter
-from tpwrap.slurm.commands import SlurmError
+from tpwrap.slurm import ending, helper, reporter
 from tpwrap.slurm.step import Step
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,9 @@ KEY = "TORCHPASS_KEY"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PORTS = 8
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below what Linux gives to outgoing connections
-_TELL = 10.0
-"""seconds that the end of the job waits for Slurm to be told"""
+_TELL = 35.0
+"""seconds that the end of the job waits for Slurm to be told: longer than the reporter tries"""
+_LONGEST_DIRECTORY = 90
 
 
 def run_slurm(settings: Settings, step: Step, command: Command, environment: Mapping[str, str]) -> int:
@@ -61,15 +62,14 @@ def run_slurm(settings: Settings, step: Step, command: Command, environment: Map
     if step.local_id:
         return hold(private / "tasks", Place.of_this_task(step.local_id), times.join)
     batch = _batch_node(step)
-    coordinating = coordinating_node(settings, step, batch)
+    coordinating = coordinating_node(settings, step)
     rundir = StepDir(settings, step, private, coordinating == step.node)
     key = rundir.take_key(environment, coordinating == step.node, times.join)
     own = SlurmRun(job, step, command, environment, rundir, settings.config.quiet, key, coordinating, batch)
     code = host.run(own)
-    if batch is not None:
-        lost_with_coordinator = code == COORDINATOR_LOST and not probe.answers(step.names[batch])
-        if own.is_down(batch) or lost_with_coordinator:
-            _end_job(step, finished=code == 0)
+    if batch not in (None, step.node) and (own.is_down(batch) or code == COORDINATOR_LOST):
+        assert batch is not None
+        ending.end(step.slurm_id, code, step.names[batch], step.node, _tell_and_log)
     return code
 
 
@@ -96,14 +96,15 @@ def settings_of_step(settings: Settings, step: Step) -> Settings:
     return msgspec.structs.replace(settings, config=changed)
 
 
-def coordinating_node(settings: Settings, step: Step, batch: int | None) -> int:
-    """The node of the batch script, since the loss of both is no worse than the loss of one; else the last, a spare."""
+def coordinating_node(settings: Settings, step: Step) -> int:
+    """The job's first node, where the batch script runs if there is one: the loss of both is no worse than the loss of
+    one. Else the last. All tasks must agree on it, so nothing that one node may see otherwise has a say."""
     name = settings.config.coordinator
     if name is not None:
         if name not in step.names:
             raise settings.error("coordinator", f"{name} is no node of this step ({', '.join(step.names)})")
         return step.names.index(name)
-    return batch if batch is not None else len(step.names) - 1
+    return step.first_of_job if step.first_of_job is not None else len(step.names) - 1
 
 
 def _batch_node(step: Step) -> int | None:
@@ -128,14 +129,14 @@ def own_address(name: str, peer: str) -> str:
     """The address of this node that others reach it by. name: what Slurm calls it. peer: another node's name."""
     for wanted in (name, socket.gethostname()):
         try:
-            found = str(socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)[0][4][0])
+            found = str(socket.getaddrinfo(wanted, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
         except OSError:
             continue
         if not ipaddress.ip_address(found).is_loopback:  # Debian gives a host's own name 127.0.1.1
             return found
     try:
-        family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        *_, target = socket.getaddrinfo(peer, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect(target)  # sends nothing
             return str(sock.getsockname()[0])
     except OSError:
@@ -145,13 +146,16 @@ def own_address(name: str, peer: str) -> str:
 def private_directory(step: Step) -> Path:
     """A directory of this node that only the job's user can enter; the same for all tasks of the step here."""
     made_by_prolog = helper.RUN / f"job{step.job_id}.{step.name}"
-    parent = made_by_prolog
-    if not _is_ours(made_by_prolog):
+    if _is_ours(made_by_prolog):
+        path = made_by_prolog / step.tag
+    else:
         parent = Path("/tmp") / f"torchpass-{os.getuid()}"
         parent.mkdir(mode=0o700, exist_ok=True)
         if not _is_ours(parent):
             raise ConfigError(f"{parent} belongs to somebody else or is open to others; remove it or chmod 700 it")
-    path = parent / f"{step.tag}.{step.name}"
+        path = parent / f"{step.tag}.{step.name}"
+    if len(os.fsencode(path)) > _LONGEST_DIRECTORY:  # of a socket's path the kernel takes 107 bytes
+        path = path.with_name(blake2b(path.name.encode(), digest_size=8).hexdigest())
     path.mkdir(mode=0o700, exist_ok=True)
     return path
 
@@ -169,13 +173,15 @@ class StepDir(RunDir):
 
     def __init__(self, settings: Settings, step: Step, private: Path, coordinating: bool) -> None:
         config = settings.config
-        path = Path(config.run_dir or f"torchpass-{step.tag}").absolute()
+        again = f".r{step.restarts}" if step.restarts else ""
+        path = Path(f"{config.run_dir}{again}" if config.run_dir else f"torchpass-{step.tag}").absolute()
         super().__init__(path, Path(config.log_dir).absolute() if config.log_dir else path / "logs")
         self.key_file = private / "key"
         self._private = private
         self._shared_key = path / "key"
+        self._coordinating = coordinating
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             if coordinating:
@@ -206,8 +212,8 @@ class StepDir(RunDir):
     def _make_shared_key(self) -> str:
         text = os.urandom(32).hex()
         self._shared_key.unlink(missing_ok=True)
-        made = self._shared_key.with_suffix(".new")
-        fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        made = self._shared_key.with_suffix(f".{os.urandom(4).hex()}")
+        fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(fd, "w") as f:
             f.write(text)
         made.rename(self._shared_key)
@@ -217,9 +223,13 @@ class StepDir(RunDir):
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
             try:
-                return self._shared_key.read_text()
+                with open(os.open(self._shared_key, os.O_RDONLY | os.O_NOFOLLOW)) as f:
+                    found = os.fstat(f.fileno())
+                    if found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                        return f.read()
             except OSError:
-                time.sleep(0.1)
+                pass
+            time.sleep(0.1)
         raise ConfigError(
             f"run_dir: {self.path} is not shared by all nodes (no key appeared there within {within:g} s); give "
             "--run-dir on a shared file system, or have the TorchPass plugin installed"
@@ -231,9 +241,10 @@ class StepDir(RunDir):
         return str(path)
 
     def close(self) -> None:
-        for path in (self.key_file, self._shared_key):
+        shutil.rmtree(self._private, ignore_errors=True)
+        if self._coordinating:
             try:
-                path.unlink(missing_ok=True)
+                self._shared_key.unlink(missing_ok=True)
             except OSError:
                 pass
 
@@ -265,7 +276,7 @@ class SlurmRun(host.Host):
         self.verdict_file = environment.get(verdict.VARIABLE)
         self._door = Door(rundir.key_file.parent / "tasks")
         self._signalled: signal.Signals | None = None
-        self._reporter: subprocess.Popen[bytes] | None = None
+        self._reporter: asyncio.WriteTransport | None = None
         self._told = asyncio.Event()
 
     async def run(self) -> int:
@@ -302,7 +313,10 @@ class SlurmRun(host.Host):
         devices = all_devices(places)
         if devices is not None:
             self.env["CUDA_VISIBLE_DEVICES"] = devices
-        address = own_address(self.step.name, self.step.names[self.coordinating - 1])
+        others = [name for name in self.step.names if name != self.step.name]
+        coordinator = self.step.names[self.coordinating]
+        peer = coordinator if coordinator in others else (others or [self.step.name])[0]
+        address = own_address(self.step.name, peer)
         if self.step.node == self.coordinating:
             code = await self._coordinate(address, cpus_by_slot(places))
             if self.verdict_file is not None:
@@ -322,7 +336,7 @@ class SlurmRun(host.Host):
 
     async def _coordinate(self, address: str, cpus: list[list[int]]) -> int:
         self._introduce()
-        self._start_reporter()
+        await self._start_reporter()
         try:
             self.forge = Forge.start(address, self.command.python is not None, self.env)
             store = f"{address}:{await self.forge.store_port()}"
@@ -355,7 +369,8 @@ class SlurmRun(host.Host):
             command=self.command,
             env=self.env,
             cpus=cpus,
-            verdict_file=self.verdict_file,
+            # srun sees the file system of its own host at least; the coordinating launcher writes it, too.
+            verdict_file=self.verdict_file if step.node == self.batch else None,
             slurm=True,
             name=step.name,
             block=step.block,
@@ -383,34 +398,28 @@ class SlurmRun(host.Host):
         if not helper.address(self.step.job_id, self.step.name).exists():
             self.say("warning: there is no node helper here, so a lost node is not drained: see torchpass doctor")
 
-    def _start_reporter(self) -> None:
+    async def _start_reporter(self) -> None:
         task = reporter.Task(
-            self.step.job_id, list(self.step.names), str(helper.address(self.step.job_id, self.step.name))
+            self.step.slurm_id, list(self.step.names), str(helper.address(self.step.job_id, self.step.name))
         )
         process = subprocess.Popen(
             module_command("tpwrap.slurm.reporter", msgspec.json.encode(task).decode()),
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        self._reporter = process
         self.watch_process(process.pid, self._told)
         process.returncode = 0  # our reaper waits for it
+        self._reporter, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, process.stdin)
 
     def _tell(self, event: events.Event) -> None:
         self.on_event(event)
-        if self._reporter is not None and self._reporter.stdin is not None:
-            try:
-                os.write(self._reporter.stdin.fileno(), events.to_line(event, time.time()))
-            except OSError as e:
-                self.say(f"Slurm is told no more of this job ({e.strerror})")
-                self._reporter = None
+        if self._reporter is not None and not self._reporter.is_closing():
+            self._reporter.write(events.to_line(event, time.time()))
 
     async def _end_reporter(self) -> None:
-        if self._reporter is None or self._reporter.stdin is None:
+        if self._reporter is None:
             return
-        self._reporter.stdin.close()
+        self._reporter.close()
         try:
             await asyncio.wait_for(self._told.wait(), _TELL)
         except asyncio.TimeoutError:
@@ -426,10 +435,6 @@ def _sickness(step: Step) -> str:
     return " ".join(text.split())[:200] or "unhealthy"
 
 
-def _end_job(step: Step, finished: bool) -> None:
-    try:
-        told = ending.end(step.job_id, finished)
-    except SlurmError as e:
-        told = f"job {step.job_id} has lost its batch script and cannot be ended: {e}; use scancel {step.job_id}"
-    os.write(2, f"torchpass: {told}\n".encode())
-    log.warning("%s", told)  # srun, which would show the line, is most likely gone
+def _tell_and_log(text: str) -> None:
+    os.write(2, f"torchpass: {text}\n".encode())
+    log.warning("%s", text)  # srun, which would show the line, is most likely gone

@@ -48,24 +48,25 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(hidden)} | {"LC_ALL": "C"}
 
 
-def comment(job_id: int) -> str:
+def comment(job: str) -> str:
     """The comment of a job; "" if there is none."""
-    text = run(["squeue", "--noheader", "--jobs", str(job_id), "--format", "%k"]).strip()
+    text = run(["squeue", "--noheader", "--jobs", job, "--format", "%k"]).strip()
     return "" if text == "(null)" else text
 
 
-def set_comment(job_id: int, text: str) -> None:
-    run(["scontrol", "update", f"jobid={job_id}", f"comment={text}"])
+def set_comment(job: str, text: str) -> None:
+    run(["scontrol", "update", f"jobid={job}", f"comment={text}"])
 
 
-def cancel(job_id: int) -> None:
-    run(["scancel", str(job_id)])
+def cancel(job: str) -> None:
+    run(["scancel", job])
 
 
-def requeue(job_id: int) -> None:
-    run(["scontrol", "requeue", str(job_id)])
+def requeue(job: str) -> None:
+    run(["scontrol", "requeue", job])
 
 
-def may_requeue(job_id: int) -> bool:
-    """Whether the job was submitted to be started again (sbatch's default on most sites)."""
-    return " Requeue=1 " in f" {run(['scontrol', '--oneliner', 'show', 'job', str(job_id)])} "
+def state(job: str) -> tuple[bool, bool]:
+    """(Whether the job still runs, whether it may be started again: sbatch's default on most sites.)"""
+    text = f" {run(['scontrol', '--oneliner', 'show', 'job', job])} "
+    return " JobState=RUNNING " in text, " Requeue=1 " in text

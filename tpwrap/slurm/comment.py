@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LIMIT = 1024
-"""characters; Slurm refuses longer ones"""
+"""bytes; Slurm refuses longer ones"""
 _MARK = "torchpass: "
 _SEPARATOR = " | "
 
@@ -24,11 +24,15 @@ def render(own: str, summary: str, entries: Sequence[str]) -> str:
     front = f"{own}{_SEPARATOR}" if own else ""
     kept: list[str] = []
     for entry in reversed(entries):
-        if len(_join(front, summary, [entry, *kept], len(entries))) > LIMIT:
+        if _size(_join(front, summary, [entry, *kept], len(entries))) > LIMIT:
             break
         kept.insert(0, entry)
     text = _join(front, summary, kept, len(entries))
-    return text if len(text) <= LIMIT else own[:LIMIT]
+    return text if _size(text) <= LIMIT else own.encode()[:LIMIT].decode(errors="ignore")
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def _join(front: str, summary: str, kept: Sequence[str], total: int) -> str:

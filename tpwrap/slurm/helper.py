@@ -13,8 +13,10 @@ from tpwrap.slurm.commands import SlurmError
 
 RUN = Path("/run/torchpass")
 _FORBIDDEN = re.compile(r"[^ -~]|[\"'\\`$]")
-_LONGEST_TEXT = 400
+LONGEST_TEXT = 400
 _PATIENCE = 20.0
+_SAYS = "the node helper says: "
+_REFUSED = _SAYS + "refused"
 
 
 def address(job_id: int, node: str) -> Path:
@@ -24,7 +26,13 @@ def address(job_id: int, node: str) -> Path:
 
 def clean(text: str) -> str:
     """`text` as the helper takes it: printable ASCII on one line, without quotes and backslashes."""
-    return _FORBIDDEN.sub("", " ".join(text.split())).lstrip("-")[:_LONGEST_TEXT]
+    return _FORBIDDEN.sub("", " ".join(text.split())).lstrip("-")[:LONGEST_TEXT]
+
+
+def is_final(error: SlurmError) -> bool:
+    """Whether it is of no use to ask again."""
+    text = str(error)
+    return _REFUSED in text and "try again" not in text and "too many" not in text
 
 
 def ask(path: Path, *words: str) -> None:
@@ -41,4 +49,4 @@ def ask(path: Path, *words: str) -> None:
         raise SlurmError(f"the node helper does not answer ({path}: {e.strerror or e})") from None
     text = answer.decode("ascii", "replace").strip()
     if text != "ok":
-        raise SlurmError(f"the node helper says: {text or 'nothing'}")
+        raise SlurmError(f"{_SAYS}{text or 'nothing'}")

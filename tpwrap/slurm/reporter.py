@@ -34,7 +34,8 @@ _ATTEMPTS = 30
 class Task(msgspec.Struct, frozen=True):
     """names: the nodes of the job, by number. helper: where the node helper of this node listens."""
 
-    job_id: int
+    job: str
+    """as Slurm's commands take it"""
     names: list[str]
     helper: str
 
@@ -95,7 +96,10 @@ class Reporter:
 
     def _note(self, line: bytes) -> None:
         assert self.story is not None
-        at, event = events.from_line(line)
+        try:
+            at, event = events.from_line(line)
+        except (msgspec.MsgspecError, ValueError):
+            return  # cut in the middle: the coordinator's process has ended
         self.story.note(event, at)
         if isinstance(event, events.FailoverFinished):
             self._comment_nodes(event)
@@ -103,7 +107,7 @@ class Reporter:
     def _begin(self, early: list[bytes]) -> None:
         """The user's own comment stays in front of ours, so it has to be known first."""
         try:
-            own = commands.comment(self.task.job_id)
+            own = commands.comment(self.task.job)
         except SlurmError as e:
             self._complain("the job's comment cannot be read", e)
             time.sleep(0.5)
@@ -134,13 +138,14 @@ class Reporter:
         now = time.monotonic()
         self.next_comment = now + _COMMENT_INTERVAL
         try:
-            commands.set_comment(self.task.job_id, text)
+            commands.set_comment(self.task.job, text)
             self.written = text
         except SlurmError as e:
             self._complain("the job's comment cannot be set", e)
             self.next_comment = now + _RETRY
             time.sleep(0.2)
-        self._ask("jobcomment", story.full_story())
+        if full := story.full_story():
+            self._ask("jobcomment", full[-helper.LONGEST_TEXT :])
 
     def _set_down(self) -> None:
         """A dead node stays out until an administrator looks, and its tasks are killed if they live behind a cut link.
@@ -148,10 +153,12 @@ class Reporter:
         Slurm takes it out of the job then, and srun waits for it no longer. Without slurmdbd, 22.05 takes no comment
         for a job that has lost a node (it waits for an index from the database): so there it comes last.
         """
-        for drain in self.dead:
-            if self._ask("down", drain.node, helper.clean(drain.reason)):
+        for drain in list(self.dead):
+            if probe.answers(drain.node):
+                self.dead.remove(drain)  # it was away for a while; being drained is enough
+            elif self._ask("down", drain.node, helper.clean(drain.reason)):
+                self.dead.remove(drain)
                 self.say(f"node {drain.node} does not answer and is set down")
-        self.dead.clear()
 
     def _told(self, story: Chronicle) -> bool:
         return not story.begun or self.written == story.comment()
@@ -161,24 +168,31 @@ class Reporter:
         return story is not None and not (self.drains or self.dead or story.waits()) and self._told(story)
 
     def _drain(self, attempts: int, drain: Drain) -> None:
-        """Before it is set down: no other job may land there when the node leaves ours."""
+        """Before it is set down: no other job may land there when the node leaves ours.
+
+        A node whose kernel has closed the connection, or that never joined, may have lost no more than our process.
+        """
+        answers = None if "silent" in drain.reason else probe.answers(drain.node)
+        if answers:
+            self.say(f"node {drain.node} is not drained, because it answers: {drain.reason}")
+            return
         try:
             helper.ask(Path(self.task.helper), "drain", drain.node, helper.clean(drain.reason))
         except SlurmError as e:
-            if "refused" in str(e) or attempts >= _ATTEMPTS or not Path(self.task.helper).exists():
+            if helper.is_final(e) or attempts >= _ATTEMPTS or not Path(self.task.helper).exists():
                 self._complain(f"node {drain.node} is not drained", e)
             else:
                 self.drains.append((time.monotonic() + _RETRY, attempts + 1, drain))
             return
         self.say(f"node {drain.node} is draining: {drain.reason}")
-        if not probe.answers(drain.node):
+        if answers is False or not probe.answers(drain.node):
             self.dead.append(drain)
 
     def _comment_nodes(self, event: events.FailoverFinished) -> None:
         ways = {(move.from_node, move.to_node) for move in event.moves if move.from_node != move.to_node}
         for source, target in sorted(ways):
             name, successor = self.task.names[source], self.task.names[target]
-            text = f"torchpass job {self.task.job_id}: replaced by {successor} at step {event.step}"
+            text = f"torchpass job {self.task.job}: replaced by {successor} at step {event.step}"
             self._ask("nodecomment", name, f"{text} in {event.seconds:.1f} s")
 
     def _ask(self, *words: str) -> bool:

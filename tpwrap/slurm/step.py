@@ -15,6 +15,8 @@ class Step:
     """A task's view of its step; the same for all tasks but for `node`, `local_id` and `block`."""
 
     job_id: int
+    slurm_id: str
+    """how Slurm's commands must be told of the job: of an array, the number alone may mean all its elements"""
     step_id: str
     restarts: int
     """how often Slurm has requeued the job"""
@@ -54,6 +56,7 @@ def read(environment: Mapping[str, str]) -> Step:
         node = names.index(name)
         step = Step(
             job_id=int(environment["SLURM_JOB_ID"]),
+            slurm_id=_slurm_id(environment),
             step_id=environment["SLURM_STEP_ID"],
             restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
             names=tuple(names),
@@ -81,6 +84,11 @@ def tasks_per_node(text: str) -> int:
             "ask for --ntasks-per-node=N"
         )
     return counts.pop()
+
+
+def _slurm_id(environment: Mapping[str, str]) -> str:
+    array, index = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else environment["SLURM_JOB_ID"]
 
 
 def _block(environment: Mapping[str, str]) -> str:
