@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ class Site:
 
     def attack(self, how: str, *words: object, user: str = "alice", node: str = "n1", job: int = 0, **more: Any) -> Any:
         """What attacker.py says, run as `user` on `node`."""
-        command = ["python3", ATTACKER, how, self.socket(job or self.job, node), *map(str, words)]
+        command = [sys.executable, ATTACKER, how, self.socket(job or self.job, node), *map(str, words)]
         done = self.bed.run(command, user=user, node=node, timeout=60, **more)
         return json.loads(done.stdout)
 
@@ -272,7 +273,7 @@ def test_slurmctld_away_is_said_and_does_not_hold_up_the_rest(site: Site) -> Non
         site.bed.kill_slurmctld()
         try:
             asking = site.bed.popen(
-                ["python3", str(ATTACKER), "timed", site.socket(site.job, "n1"), "drain n2 x"],
+                [sys.executable, str(ATTACKER), "timed", site.socket(site.job, "n1"), "drain n2 x"],
                 node="n1",
                 stdout=subprocess.PIPE,
             )
@@ -315,7 +316,7 @@ def race(site: Site, caps: Sequence[int]) -> None:
             asking = []
             for at in nodes:
                 for node in nodes:
-                    command = ["python3", str(ATTACKER), "timed", site.socket(site.job, at), f"drain {node} x"]
+                    command = [sys.executable, str(ATTACKER), "timed", site.socket(site.job, at), f"drain {node} x"]
                     asking.append((node, site.bed.popen(command, node=at, stdout=subprocess.PIPE)))
             answers = [(node, json.loads(process.communicate(timeout=60)[0])[0]) for node, process in asking]
             assert {answer for _, answer in answers} <= {"ok\n", USED_UP}
@@ -374,7 +375,7 @@ def test_a_check_that_hangs_refuses_and_holds_up_nobody(site: Site) -> None:
     check.write_text("#!/bin/sh\n[ $2 = n3 ] || { sleep 4321 & sleep 4321; }\n")
     check.chmod(0o755)
     with site.helper(cap=3, confirm=str(check)):
-        command = ["python3", str(ATTACKER), "timed", site.socket(site.job, "n1"), "drain n2 x"]
+        command = [sys.executable, str(ATTACKER), "timed", site.socket(site.job, "n1"), "drain n2 x"]
         asking = site.bed.popen(command, node="n1", stdout=subprocess.PIPE)
         site.bed.wait(lambda: sleepers(site), "the check hangs")
         start = time.monotonic()
@@ -487,9 +488,11 @@ def test_dead_clients(site: Site) -> None:
     """They harm nobody, and what they had asked for in full is done."""
     with site.helper():
         for data in ("", "dra", "drain n2 x", "drain n9 x\n", "jobcomment -\n"):
-            site.bed.run(["python3", str(ATTACKER), "gone", site.socket(site.job, "n1"), data], node="n1")
+            site.bed.run([sys.executable, str(ATTACKER), "gone", site.socket(site.job, "n1"), data], node="n1")
         assert site.untouched()
-        site.bed.run(["python3", str(ATTACKER), "gone", site.socket(site.job, "n1"), "drain n2 last will\n"], node="n1")
+        site.bed.run(
+            [sys.executable, str(ATTACKER), "gone", site.socket(site.job, "n1"), "drain n2 last will\n"], node="n1"
+        )
         site.bed.wait(lambda: "DRAIN" in site.state("n2"), "n2 is drained")
 
 
@@ -513,7 +516,7 @@ def test_a_flood_does_not_keep_an_honest_request_waiting(
     with site.helper():
         if user == "bob":
             site.bed.run(["chmod", "0666", site.socket(site.job, "n1")], user="root", node="n1")
-        command = ["python3", ATTACKER, "flood", site.socket(site.job, "n1"), kind, str(count), str(threads)]
+        command = [sys.executable, ATTACKER, "flood", site.socket(site.job, "n1"), kind, str(count), str(threads)]
         flood = site.bed.popen(command, user=user, node="n1", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert flood.stdout is not None
         assert flood.stdout.readline() == "started\n"

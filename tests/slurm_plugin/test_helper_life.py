@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,11 @@ def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
         yield opened
 
 
-def submit(bed: Bed, *options: str, spares: int = 1) -> int:
-    job = bed.sbatch("sleep 1000", "-o", "/dev/null", f"--torchpass-spares={spares}", "-N2", *options)
-    bed.wait_job(job, {"RUNNING"})
+def submit(bed: Bed, spares: int = 1, script: str = "sleep 1000") -> int:
+    """A job with a helper on every node: on n1, n2 and the spares, as Slurm takes the nodes in order."""
+    job = bed.sbatch(script, "-o", "/dev/null", f"--torchpass-spares={spares}", "-N2")
+    # Slurm calls it running while the prolog still runs
+    bed.wait(lambda: helpers(bed, job) == set(NODES[: 2 + spares]), "every node of the job has a helper")
     return job
 
 
@@ -58,7 +61,7 @@ def nothing_left(bed: Bed) -> None:
 
 
 def ask(bed: Bed, job: int, node: str, line: str, user: str = "alice") -> str:
-    command = ["python3", ATTACKER, "timed", f"/run/torchpass/job{job}.{node}.sock", line]
+    command = [sys.executable, ATTACKER, "timed", f"/run/torchpass/job{job}.{node}.sock", line]
     answer, _ = json.loads(bed.run(command, user=user, node=node).stdout)
     return str(answer)
 
@@ -88,7 +91,6 @@ def end(bed: Bed) -> None:
 
 def test_every_node_of_the_job_has_one_while_it_runs(bed: Bed) -> None:
     job = submit(bed)
-    assert helpers(bed, job) == {"n1", "n2", "n3"}
     for node in ("n1", "n2", "n3"):
         listing = bed.run(["ls", "-ld", f"/run/torchpass/job{job}.{node}.sock"], node=node).stdout.split()
         assert (listing[0], listing[2]) == ("srw-------", "alice")
@@ -101,8 +103,9 @@ def test_every_node_of_the_job_has_one_while_it_runs(bed: Bed) -> None:
 
 
 def test_it_ends_when_the_job_ends_by_itself(bed: Bed) -> None:
-    job = bed.sbatch("sleep 2", "-o", "/dev/null", "--torchpass-spares=1", "-N2")
-    bed.wait(lambda: helpers(bed, job) == {"n1", "n2", "n3"}, "the helpers run")
+    done = bed.share / "done"
+    job = submit(bed, script=f"while [ ! -e {done} ]; do sleep 0.1; done")
+    done.touch()
     bed.wait_job(job, {"COMPLETED"})
     nothing_left(bed)
 
@@ -145,23 +148,27 @@ def test_slurmd_killed_and_started_again(bed: Bed) -> None:
 def test_the_job_ends_while_slurmd_is_away(bed: Bed) -> None:
     """Then nobody ends the helper; it does nothing for anybody, and ends when it is asked."""
     job = submit(bed)
-    bed.kill_slurmd("n1")
-    bed.run(["scancel", str(job)])
-    bed.wait(lambda: bed.job(job)["JobState"] == "CANCELLED", "the job is cancelled")
-    bed.wait(lambda: helpers(bed, job) == {"n1"}, "the others' helpers are gone")
-    # it is completing on n1 until slurmd says otherwise, or until Slurm gives n1 up
-    bed.run(["scontrol", "update", "nodename=n1", "state=down", "reason=test"], user="root")
-    assert ask(bed, job, "n1", "drain n2 x") == "refused: the job does not run on this node any more\n"
-    bed.wait(lambda: not helpers(bed, job), "n1's is gone, too")
-    bed.start_slurmd("n1")
-    nothing_left(bed)
+    bed.kill_slurmd("n3")
+    try:
+        bed.run(["scancel", str(job)])
+        bed.wait(lambda: helpers(bed, job) == {"n3"}, "the others' helpers are gone")
+        # the job is completing on n3 until its slurmd says otherwise, or until Slurm gives n3 up
+        bed.run(["scontrol", "update", "nodename=n3", "state=down", "reason=test"], user="root")
+        assert ask(bed, job, "n3", "drain n2 x") == "refused: the job does not run on this node any more\n"
+        bed.wait(lambda: not helpers(bed, job), "n3's is gone, too")
+    finally:
+        bed.start_slurmd("n3")
+    by_hand = {"SLURM_JOB_ID": str(job), "SLURMD_NODENAME": "n3"}
+    bed.run([PLUGIN / "epilog"], user="root", node="n3", env=by_hand)
 
 
 def test_a_requeued_job_gets_new_ones(bed: Bed) -> None:
     job = submit(bed)
     before = bed.run(["pgrep", "torchpass-help"], user="root", node="n1").stdout
     bed.run(["scontrol", "requeue", str(job)])
-    bed.run(["scontrol", "update", f"jobid={job}", "starttime=now"], user="root", check=False)
+    bed.wait(lambda: not traces(bed), "its first life has ended")
+    time.sleep(1.5)  # within a second slurmd would take the second life for the first
+    bed.run(["scontrol", "update", f"jobid={job}", "starttime=now"], user="root")
     bed.wait(lambda: bed.job(job)["Restarts"] == "1" and bed.job(job)["JobState"] == "RUNNING", "it runs again", 60)
     bed.wait(lambda: len(helpers(bed, job)) == 3, "its helpers are there")
     assert bed.run(["pgrep", "torchpass-help"], user="root", node="n1").stdout != before
