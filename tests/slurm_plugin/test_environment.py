@@ -176,7 +176,8 @@ def observe(bed: Bed) -> dict[str, object]:
         return "\n".join(sorted(line for line in text.splitlines() if not noise.search(line)))
 
     script = bed.share / "plain.sh"
-    script.write_text("#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=2\nenv > batch\nsrun env > tasks\nsrun -N1 -n1 false\n")
+    lines = ["#!/bin/bash", "#SBATCH -N2 --ntasks-per-node=2", "env > batch", "srun env > tasks", "srun -N1 -n1 false"]
+    script.write_text("\n".join(lines) + "\n")
     seen: dict[str, object] = {}
     submitted = bed.run(["sbatch", script])
     job = bed.wait(lambda: (f := bed.job(1))["JobState"] == "FAILED" and f, "job 1 ends")
