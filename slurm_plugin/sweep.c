@@ -127,10 +127,11 @@ static void handle(int requests, int answers, const char *name)
     if (good)
         length = read(fd, line, sizeof line);
     close(fd);
-    if (!good || enough_of(file.st_uid)) /* the rest of a flood waits for the next sweep, or for its end by age */
+    if (!good)
         return;
     unlinkat(requests, name, 0); /* before it is done: never twice */
-    answer(answers, name, judge(job, file.st_uid, line, length));
+    if (!enough_of(file.st_uid)) /* the rest of a flood is not worth an answer */
+        answer(answers, name, judge(job, file.st_uid, line, length));
 }
 
 int main(int count, char **arguments)

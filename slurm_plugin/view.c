@@ -86,10 +86,11 @@ void tp_view_line(struct tp_view *view, const char *line)
         char state[128] = "";
         sscanf(value, "%127s", state);
         view->out = strstr(state, "DRAIN") || strstr(state, "DOWN") || strstr(state, "FAIL");
-    } else if ((value = after(line, "Reason="))) {
+    } else if (view->out &&
+               (value = after(line, "Reason="))) { /* some versions keep it when a node is back in service */
         if (ours(view->job, value))
             tp_nodes_add(&view->taken, view->at);
-        if (asked && view->out) { /* some versions keep the reason of a node that is back in service */
+        if (asked) {
             view->marked = ours(view->job, value);
             keep(view->reason, value);
             char *who = strrchr(view->reason, '['); /* "bad DIMM [root@2025-01-31T10:00:00]" */

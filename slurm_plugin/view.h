@@ -1,7 +1,7 @@
 /* What Slurm knows about the job's nodes, read from `scontrol show node`. Pure.
  *
  * slurmctld is the one place that all helpers of a job share, so the nodes that a job takes out are counted there:
- *     Reason=torchpass job <id>: ...            this node is out
+ *     Reason=torchpass job <id>: ...            this node is out, if it is drained or down
  *     Extra=... torchpass job <id> takes <node> the helper on this node is about to take <node> out
  * The long form with one field group a line is read, never the one-line form: no user can write a newline into a node's
  * fields, so none can forge a line. */

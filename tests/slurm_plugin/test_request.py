@@ -292,7 +292,7 @@ VIEWS = [
     (node("n1", OURS) + node("n2", OURS), View(taken="n1,n2", marked="1", reason=OURS)),
     (node("n2", OURS) + node("n2", OURS), View(taken="n2", marked="1", reason=OURS)),
     (node("n2", OURS, state="DOWN*+DRAIN"), View(taken="n2", marked="1", reason=OURS)),
-    (node("n2", OURS, state="IDLE"), View(taken="n2")),  # back in service
+    (node("n2", OURS, state="IDLE"), View()),  # back in service
     (node("n2", "torchpass: no GPU 3"), View(reason="torchpass: no GPU 3")),
     (node("n2", "torchpass job 71: x"), View(reason="torchpass job 71: x")),
     (node("n1", extra="torchpass job 7 takes n5") + node("n2"), View(taken="n5")),
