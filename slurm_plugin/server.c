@@ -24,7 +24,8 @@
 #include "hostlist.h"
 
 enum {
-    SLOTS = 32,        /* connections at a time; when all only wait, the oldest gives way */
+    SLOTS = 128,       /* connections at a time; when all only wait, the oldest gives way, */
+    GRACE_MS = 250,    /* but not before that: who has just connected is about to send */
     READ_MS = 2000,    /* for a client to send its line */
     QUEUE_MS = 30000,  /* for a request to be started */
     IDLE_MS = 30000,   /* to look whether we are still wanted, where nothing says so */
@@ -158,8 +159,8 @@ static void take_input(struct slot *slot)
         refuse(slot, NULL, "the line has no newline at its end");
 }
 
-/* A free slot, or the one whose client has kept us waiting longest; NULL where all have work under way. */
-static struct slot *place(void)
+/* A free slot, or the one whose client has kept us waiting longest; NULL where nobody can be sent away now. */
+static struct slot *place(int64_t now)
 {
     struct slot *oldest = NULL;
     for (struct slot *slot = slots; slot < slots + SLOTS; slot++) {
@@ -168,13 +169,13 @@ static struct slot *place(void)
         if (slot->state == READING && (!oldest || slot->end < oldest->end))
             oldest = slot;
     }
-    return oldest;
+    return oldest && oldest->end - READ_MS + GRACE_MS <= now ? oldest : NULL;
 }
 
 static void take_clients(int listener)
 {
-    for (int i = 0; i < SLOTS / 2; i++) { /* not for ever: those already here want to be read */
-        struct slot *slot = place();
+    for (int i = 0; i < 16; i++) { /* not for ever: those already here want to be read */
+        struct slot *slot = place(tp_now());
         if (!slot)
             return;
         int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -335,7 +336,10 @@ static _Noreturn void loop(int listener, int children, int changes)
             if (slots[i].state != FREE && slots[i].end < end)
                 end = slots[i].end;
         }
-        ready[SLOTS] = (struct pollfd){.fd = place() ? listener : -1, .events = POLLIN};
+        bool room = place(now) != NULL;
+        if (!room && end > now + 20)
+            end = now + 20; /* soon */
+        ready[SLOTS] = (struct pollfd){.fd = room ? listener : -1, .events = POLLIN};
         ready[SLOTS + 1] = (struct pollfd){.fd = children, .events = POLLIN};
         ready[SLOTS + 2] = (struct pollfd){.fd = changes, .events = POLLIN};
         if (poll(ready, SLOTS + 3, end > now ? (int)(end - now) : 0) < 0 && errno != EINTR)

@@ -35,6 +35,7 @@ class Site:
     program: Path
     job: int  # alice's, on n[1-3]
     reports: Path
+    submitted: float = 0  # when the last job started
     before: list[object] = field(default_factory=list)  # what Slurm said before the last helper started
 
     def socket(self, job: int, node: str) -> str:
@@ -75,7 +76,14 @@ class Site:
     def sbatch(self, *options: str, user: str = "alice") -> int:
         job = self.bed.sbatch("sleep 1000", "--no-kill", "-o", "/dev/null", *options, user=user)
         self.bed.wait_job(job, {"RUNNING"})
+        self.submitted = time.time()
         return job
+
+    def kill_slurmctld(self) -> None:
+        """Once it has written down that our jobs run."""
+        state = self.bed.dir / "state/job_state"
+        self.bed.wait(lambda: state.exists() and state.stat().st_mtime > self.submitted, "slurmctld saves its state")
+        self.bed.kill_slurmctld()
 
     def mend(self) -> None:
         """All nodes as they were."""
@@ -253,7 +261,7 @@ def test_it_asks_now_and_then_whether_the_job_is_over(site: Site) -> None:
     with site.helper(job=job, watch=1):
         time.sleep(2.5)
         assert not ended(site, job)
-        site.bed.kill_slurmctld()
+        site.kill_slurmctld()
         time.sleep(2.5)
         assert not ended(site, job)
         site.bed.start_slurmctld()
@@ -270,7 +278,7 @@ def test_a_helper_that_is_not_told_the_nodes_asks_slurm(site: Site) -> None:
 
 def test_slurmctld_away_is_said_and_does_not_hold_up_the_rest(site: Site) -> None:
     with site.helper():
-        site.bed.kill_slurmctld()
+        site.kill_slurmctld()
         try:
             asking = site.bed.popen(
                 [sys.executable, str(ATTACKER), "timed", site.socket(site.job, "n1"), "drain n2 x"],
