@@ -207,7 +207,9 @@ class World:
         linux.mount("proc", "/proc", "proc")  # ours, so that pids mean the same to us and to /proc
         ip(
             "link set lo up",
-            "link add br0 type bridge",
+            # Without an address of its own it takes the lowest of its ports', hence another one when that port goes,
+            # and the nodes send what is meant for the controller to the old one for half a minute.
+            "link add br0 address 02:00:0a:4d:00:00 type bridge",
             f"addr add {CONTROLLER}/24 dev br0",
             "link set br0 up",
         )

@@ -161,7 +161,7 @@ def test_training_survives_the_coordinators_node(bed: Bed, undisturbed: Oracle) 
     job = submit(bed)
     job.wait_step(20)
     bed.kill("n1")
-    job.end("CANCELLED", 60)
+    job.end("CANCELLED", 20)
     job.assert_equal(undisturbed("gpt-slurm", GPT), set())
 
 

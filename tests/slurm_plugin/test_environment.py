@@ -172,7 +172,8 @@ def observe(bed: Bed) -> dict[str, object]:
         text = text.replace(str(bed.dir), "BED")
         text = re.sub(r"(TIME|_PORT|SRUN_COMM_HOST|TASK_PID|SLUID|LAUNCH_NODE_IPADDR)=.*", r"\1=", text)
         text = re.sub(r"(\w*Time|LastSchedEval|SLUID|AllocNode:Sid)=\S+", r"\1=", text)
-        noise = re.compile("error: .*pmix|step creation temporarily disabled|Step created for job")
+        waits = "step creation temporarily disabled|Step created for job|waiting for resources|allocated resources"
+        noise = re.compile(f"error: .*pmix|{waits}")
         return "\n".join(sorted(line for line in text.splitlines() if not noise.search(line)))
 
     script = bed.share / "plain.sh"

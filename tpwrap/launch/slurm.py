@@ -39,7 +39,8 @@ from tpwrap.launch.rundir import RunDir
 from tpwrap.launch.siblings import Door, Place, all_devices, cpus_by_slot, hold
 from tpwrap.launch.supervisor import COORDINATOR_LOST
 from tpwrap.report import story
-from tpwrap.slurm import ending, helper, reporter
+from tpwrap.slurm import ending, helper, probe, reporter
+from tpwrap.slurm.commands import SlurmError
 from tpwrap.slurm.step import Step
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ def run_slurm(settings: Settings, step: Step, command: Command, environment: Map
     key = rundir.take_key(environment, coordinating == step.node, times.join)
     own = SlurmRun(job, step, command, environment, rundir, settings.config.quiet, key, coordinating, batch)
     code = host.run(own)
+    if code == COORDINATOR_LOST:
+        _take_out(step, coordinating)
     if batch not in (None, step.node) and (own.is_down(batch) or code == COORDINATOR_LOST):
         assert batch is not None
         ending.end(step.slurm_id, code, step.names[batch], step.node, _tell_and_log)
@@ -433,6 +436,21 @@ def _sickness(step: Step) -> str:
     except OSError:
         return ""
     return " ".join(text.split())[:200] or "unhealthy"
+
+
+def _take_out(step: Step, coordinating: int) -> None:
+    """Drain the coordinator's node and set it down, if it is dead: nobody else will, and srun waits for its tasks until
+    Slurm has noticed by itself. The first few of the others are enough; the helper takes it once."""
+    others = [node for node in range(len(step.names)) if node != coordinating][:3]
+    name = step.names[coordinating]
+    if step.node not in others or probe.answers(name):
+        return
+    path = helper.address(step.job_id, step.name)
+    for verb in ("drain", "down"):
+        try:
+            helper.ask(path, verb, name, "the coordinator was lost with this node")
+        except SlurmError as e:
+            log.warning("node %s is not set %s: %s", name, verb, e)
 
 
 def _tell_and_log(text: str) -> None:

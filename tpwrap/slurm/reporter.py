@@ -53,6 +53,8 @@ class Reporter:
         self.dead: list[Drain] = []
         """drained, and to be set down"""
         self.downs_wait = False
+        self.to_comment: list[events.FailoverFinished] = []
+        """whose nodes have no comment yet"""
         self.closed_at: float | None = None
         self.complained: set[str] = set()
 
@@ -102,7 +104,7 @@ class Reporter:
             return  # cut in the middle: the coordinator's process has ended
         self.story.note(event, at)
         if isinstance(event, events.FailoverFinished):
-            self._comment_nodes(event)
+            self.to_comment.append(event)
 
     def _begin(self, early: list[bytes]) -> None:
         """The user's own comment stays in front of ours, so it has to be known first."""
@@ -125,6 +127,8 @@ class Reporter:
         for item in [one for one in self.drains if one[0] <= now]:
             self.drains.remove(item)
             self._drain(item[1], item[2])
+        while self.to_comment and not story.waits():  # drains come first: this is only good to have
+            self._comment_nodes(self.to_comment.pop(0))
         if story.begun and (now >= self.next_comment or self.closed_at is not None):
             self._comment(story)
         patient = self.closed_at is None or (not self._told(story) and now < self.closed_at + _LAST_COMMENT)
@@ -165,7 +169,9 @@ class Reporter:
 
     def _done(self) -> bool:
         story = self.story
-        return story is not None and not (self.drains or self.dead or story.waits()) and self._told(story)
+        if story is None or self.drains or self.dead or self.to_comment or story.waits():
+            return False
+        return self._told(story)
 
     def _drain(self, attempts: int, drain: Drain) -> None:
         """Before it is set down: no other job may land there when the node leaves ours.
