@@ -119,7 +119,7 @@ def _prolog(facts: Facts) -> Finding:
     flags = {flag.strip().lower() for flag in facts.config.get("PrologFlags", "").split(",")}
     if flags & {"contain", "alloc"}:
         return Finding("ok", "prolog", "runs on every node when the job starts, spares included")
-    fix = "set PrologFlags=Contain in slurm.conf, or spares are neither checked nor can they drain a node"
+    fix = "set PrologFlags=Alloc in slurm.conf, or spares are neither checked nor can they drain a node"
     return Finding("warning", "prolog", "runs on a node only when a step does", fix)
 
 
@@ -141,7 +141,7 @@ def _in_job(facts: Facts) -> list[Finding]:
         found.append(Finding("ok", "node helper", "listens: a lost node will be drained"))
     else:
         what = "does not listen" if facts.socket == "closed" else "is not there"
-        fix = "PrologFlags=Contain and helper=yes for the plugin (docs/install-slurm.md); without it nothing is drained"
+        fix = "PrologFlags=Alloc and helper=yes for the plugin (docs/install-slurm.md); without it nothing is drained"
         found.append(Finding("warning", "node helper", what, fix))
     if facts.private:
         found.append(Finding("ok", "directory", "the prolog has made a private one for this job"))

@@ -39,8 +39,8 @@ def ask(path: Path, *words: str) -> None:
     """Send one request, such as 'drain', 'n4', reason. SlurmError if it is refused or nobody answers."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(str(path))  # without a time limit: with one, a full queue is an error at once (EAGAIN)
             sock.settimeout(_PATIENCE)
-            sock.connect(str(path))
             sock.sendall(" ".join(words).encode("ascii", "replace") + b"\n")
             answer = b""
             while not answer.endswith(b"\n") and (more := sock.recv(1024)):
