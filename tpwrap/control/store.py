@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+from tpwrap.core import signals
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C goes to the whole foreground group, and Slurm signals every process of a job; the launcher decides when
     # the store ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in signals.ALL:
         signal.signal(number, signal.SIG_IGN)
 
     from torch._C._distributed_c10d import TCPStore  # slow to import: after the death signal is armed

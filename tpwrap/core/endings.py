@@ -13,7 +13,7 @@ Ending: TypeAlias = tuple[int, str, str]
 
 INTERNAL = 70
 OUT_OF_SPARES = 75
-SIGNALS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGUSR2": 140, "SIGTERM": 143}
+COORDINATOR_LOST = 76
 
 
 def everyone_raised(state: State, now: float) -> Ending | None:

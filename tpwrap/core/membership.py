@@ -13,6 +13,7 @@ from tpwrap.control import messages as m
 from tpwrap.core import endings, events, exits, placement, recovery, standstill
 from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
+from tpwrap.core.signals import EXIT_CODES
 from tpwrap.core.state import (
     Draft,
     Exited,
@@ -103,7 +104,7 @@ def transition(state: State, observation: Observation, now: float) -> Transition
         case Tick():
             _tick(d)
         case Stop(signal):
-            d.end(endings.SIGNALS.get(signal, 130), f"stopped by {signal}")
+            d.end(EXIT_CODES.get(signal, 130), f"stopped by {signal}")
         case Left(node, signal):
             _left(d, node, signal)
         case StoreLost():
@@ -199,7 +200,7 @@ def _left(d: Draft, node: int, signal: str) -> None:
         return
     d.put("leaving", node, (d.now, signal))
     if len(d.state.leaving) > 1 or len(d.state.up_nodes()) == 1:
-        d.end(endings.SIGNALS.get(signal, 130), f"stopped by {signal}")
+        d.end(EXIT_CODES.get(signal, 130), f"stopped by {signal}")
 
 
 def _gone_alone(d: Draft) -> bool:

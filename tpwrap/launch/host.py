@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from tpwrap.control.coordinator import Coordinator, Verdict
-from tpwrap.core import events, exits
+from tpwrap.core import endings, events, exits
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.launch import processes
 from tpwrap.launch.command import Command
@@ -26,7 +26,6 @@ from tpwrap.launch.reaper import Reaper
 from tpwrap.launch.rundir import RunDir
 from tpwrap.report import story
 
-INTERNAL_ERROR = 70
 _WRITE_OUT = 5.0
 
 
@@ -86,11 +85,11 @@ class Host(ABC):
             if (code := self.stopped_before_start()) is not None:
                 return code
             self.say(f"cannot start: {e}", always=True)
-            return INTERNAL_ERROR
+            return endings.INTERNAL
         except Exception:
             self._write(traceback.format_exc())
             self.say(f"internal error, please report it with {self.rundir.path}", always=True)
-            return INTERNAL_ERROR
+            return endings.INTERNAL
         finally:
             await self._end_supervisors()
             if self.forge is not None:

@@ -14,6 +14,8 @@ import socket
 import time
 from pathlib import Path
 
+from tpwrap.core import signals
+
 _RETRY = 0.1
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -102,7 +104,7 @@ class Door:
 def hold(path: Path, place: Place, within: float) -> int:
     """A sibling's whole life; returns its exit code. `within`: seconds to wait for the first task."""
     # The first task decides when the node's tasks end, also when Slurm signals all of them.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in signals.ALL:
         signal.signal(number, signal.SIG_IGN)
     deadline = time.monotonic() + within
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

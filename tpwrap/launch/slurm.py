@@ -25,8 +25,9 @@ from pathlib import Path
 import msgspec
 
 from tpwrap.control.coordinator import Coordinator
-from tpwrap.core import events
+from tpwrap.core import events, signals
 from tpwrap.core.config import ConfigError, Settings
+from tpwrap.core.endings import COORDINATOR_LOST
 from tpwrap.core.job import Job
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.launch import host, processes, verdict
@@ -37,7 +38,6 @@ from tpwrap.launch.interpreter import module_command
 from tpwrap.launch.node import NodeSpec
 from tpwrap.launch.rundir import RunDir
 from tpwrap.launch.siblings import Door, Place, all_devices, cpus_by_slot, hold
-from tpwrap.launch.supervisor import COORDINATOR_LOST
 from tpwrap.report import story
 from tpwrap.slurm import ending, helper, probe, reporter
 from tpwrap.slurm.commands import SlurmError
@@ -46,7 +46,6 @@ from tpwrap.slurm.step import Step
 log = logging.getLogger(__name__)
 
 KEY = "TORCHPASS_KEY"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PORTS = 8
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below what Linux gives to outgoing connections
 _TELL = 35.0
@@ -289,7 +288,7 @@ class SlurmRun(host.Host):
 
     def listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in signals.ALL:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -345,7 +344,7 @@ class SlurmRun(host.Host):
             store = f"{address}:{await self.forge.store_port()}"
             run_id = f"torchpass-{self.step.tag}"
             coordinator = Coordinator(self.job, self.key, store, self.rundir.path, self._tell, run_id=run_id)
-            await coordinator.start("0.0.0.0" if ":" not in address else "::", ports(self.key))
+            await coordinator.start("0.0.0.0", ports(self.key))
             await self._fork(address, cpus)
             self.coordinator = coordinator
             if self._signalled is not None:

@@ -41,6 +41,7 @@ from tpwrap.control.messages import (
 )
 from tpwrap.control.sidecars import SidecarServer
 from tpwrap.core import exits
+from tpwrap.core.endings import COORDINATOR_LOST
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.launch import processes, verdict, zygote
 from tpwrap.launch.logs import Labels, LogFiles, Relay, Writer
@@ -57,7 +58,6 @@ _WRITE_OUT = 5.0
 _MEANT_FOR_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _SIGNAL_SPREAD = 0.3
 """so long after the first process of a job the last one may get the signal that Slurm sends to all of them"""
-COORDINATOR_LOST = 76
 SITE = Path(__file__).resolve().parent / "site"
 
 

@@ -23,6 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from tpwrap.control import wire
+from tpwrap.core import signals
 from tpwrap.launch import processes
 
 _GO = b"F"
@@ -93,7 +94,7 @@ def fork_zygote(name: str) -> tuple[int, socket.socket]:
 def serve(sock: socket.socket) -> int:
     """Fork workers on request until the other end closes. Returns the exit code."""
     # Ctrl-C, and what Slurm sends to every process of a job: the supervisor decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in signals.ALL:
         signal.signal(number, signal.SIG_IGN)
     while True:
         go, fds, _, _ = socket.recv_fds(sock, len(_GO), 2)

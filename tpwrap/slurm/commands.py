@@ -48,6 +48,12 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(hidden)} | {"LC_ALL": "C"}
 
 
+def config() -> dict[str, str]:
+    """slurm.conf as slurmctld has it: `scontrol show config`."""
+    pairs = (line.partition("=") for line in run(["scontrol", "show", "config"]).splitlines())
+    return {name.strip(): value.strip() for name, sign, value in pairs if sign}
+
+
 def comment(job: str) -> str:
     """The comment of a job; "" if there is none."""
     text = run(["squeue", "--noheader", "--jobs", job, "--format", "%k"]).strip()

@@ -57,7 +57,7 @@ def look(environment: Mapping[str, str]) -> Facts:
     problem, config, option = "", {}, False
     if not missing:
         try:
-            config = _config(commands.run(["scontrol", "show", "config"]))
+            config = commands.config()
         except SlurmError as e:
             problem = str(e)
         try:
@@ -146,11 +146,6 @@ def _in_job(facts: Facts) -> list[Finding]:
     if facts.private:
         found.append(Finding("ok", "directory", "the prolog has made a private one for this job"))
     return found
-
-
-def _config(text: str) -> dict[str, str]:
-    pairs = (line.partition("=") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, sign, value in pairs if sign}
 
 
 def _own_address() -> str:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+from tpwrap.core import endings
 from tpwrap.slurm import commands, probe
 from tpwrap.slurm.commands import SlurmError
 
 Action: TypeAlias = Literal["nothing", "cancel", "requeue"]
-WORTH_ANOTHER_START = (70, 75, 76)
+WORTH_ANOTHER_START = (endings.INTERNAL, endings.OUT_OF_SPARES, endings.COORDINATOR_LOST)
 """exit codes of tpwrap's own: it could not go on, and neither the script nor a person is the reason"""
 _FIRST_RETRY, _LONGEST_RETRY = 2.0, 60.0
 _STAGGER = 0.05

@@ -22,10 +22,6 @@ def answers(node: str) -> bool:
 
 def _port() -> int:
     try:
-        for line in commands.run(["scontrol", "show", "config"]).splitlines():
-            name, _, value = line.partition("=")
-            if name.strip() == "SlurmdPort":
-                return int(value)
+        return int(commands.config().get("SlurmdPort", _DEFAULT_PORT))
     except (SlurmError, ValueError):
-        pass
-    return _DEFAULT_PORT
+        return _DEFAULT_PORT

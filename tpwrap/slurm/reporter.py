@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tpwrap.core import events
+from tpwrap.core import events, signals
 from tpwrap.slurm import commands, helper, probe
 from tpwrap.slurm.chronicle import Chronicle, Drain
 from tpwrap.slurm.commands import SlurmError
@@ -217,14 +217,14 @@ class Reporter:
 
 def _has_accounting() -> bool:
     try:
-        return "accounting_storage/slurmdbd" in commands.run(["scontrol", "show", "config"])
+        return commands.config().get("AccountingStorageType") == "accounting_storage/slurmdbd"
     except SlurmError:
         return False
 
 
 def main(arguments: Sequence[str]) -> int:
     # Slurm signals every process of a job that ends. This one has to tell how it ended.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in signals.ALL:
         signal.signal(number, signal.SIG_IGN)
     task = msgspec.json.decode(arguments[0], type=Task)
 
