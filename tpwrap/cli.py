@@ -63,6 +63,7 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     metavar="FAULT",
     help="Rehearse a failure, e.g. 'rank=1 step=20 phase=backward kill'. Repeatable.",
 )
+@click.option("--strict", is_flag=True, help="End the job if anything of the script is found not to be protected.")
 @click.option("--inject-file", metavar="FILE", help="Faults to inject, one a line.")
 @click.option("--run-dir", metavar="DIR", help="Where events and sockets go (default: a new one in /tmp).")
 @click.option("--log-dir", metavar="DIR", help="Where the log files of ranks go (default: RUN_DIR/logs).")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tpwrap.core import events
+from tpwrap.core import events, lint
 
 FINISHED = events.FailoverFinished(
     generation=3,
@@ -32,6 +32,7 @@ FINISHED = events.FailoverFinished(
         events.FailoverStarted(1, [1], "x"),
         FINISHED,
         events.Notice("warning", "ü\n", 1),
+        events.Protection(0, 1, ["a", "b"], [lint.Finding("unprotected", "x", "y", "train.py:3", "z")]),
         events.FaultInjected("rank=1 …", 1, 1),
         events.JobEnded(0, "done", "", 30, 1),
     ],

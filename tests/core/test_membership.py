@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from tpwrap.control import messages as m
-from tpwrap.core import events, faults, membership
+from tpwrap.core import events, faults, lint, membership
 from tpwrap.core.job import Job
 from tpwrap.core.state import (
     Action,
@@ -728,3 +728,47 @@ def test_one_node_that_is_told_to_end_is_lost_and_two_end_the_job() -> None:
 
 def test_the_only_node_that_is_told_to_end_ends_the_job() -> None:
     assert ending(Play(Job(nodes=1, nproc_per_node=2)).see(Left(0, "SIGUSR1"))).exit_code == 138
+
+
+# --- protection ----------------------------------------------------------------------------------------
+
+FACTS = lint.Facts(script="train.py", step=1, world_size=2, buddies=9)
+LARGE = lint.Facts(script="train.py", step=3, world_size=2, large=(lint.Large("outputs", 4_200_000, "train.py:57"),))
+
+
+def test_protection_is_an_event_and_buddies_are_counted_here() -> None:
+    play = Play(Job(nodes=2, spares=1))
+    (event,) = emitted(play.say(0, m.Protection(FACTS)), events.Protection)
+    assert (event.rank, event.step) == (0, 1)
+    assert event.lines[0] == "train.py as it is: nothing"
+    assert emitted(play.say(1, m.Protection(FACTS)), events.Protection) == []
+    alone = Play(Job(nodes=1, nproc_per_node=2))
+    (event,) = emitted(alone.say(0, m.Protection(FACTS)), events.Protection)
+    assert [finding.topic for finding in event.findings if finding.level == "note"] == ["no buddy"]
+
+
+def test_what_is_not_protected_is_told_and_the_job_goes_on() -> None:
+    play = Play(Job(nodes=2))
+    play.say(0, m.Protection(FACTS))
+    (event,) = emitted(play.say(0, m.Protection(LARGE)), events.Protection)
+    assert event.lines == [lint.one_line(event.findings[0])]
+    assert not play.state.ended
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_strict_ends_the_job_once_something_is_not_protected(rank: int) -> None:
+    play = Play(Job(nodes=2, strict=True))
+    play.say(rank, m.Protection(FACTS))
+    assert not play.state.ended
+    end = play.say(rank, m.Protection(LARGE))[-1]
+    assert isinstance(end, End)
+    assert end.exit_code == 2
+    assert end.reason.startswith(f"--strict: rank {rank}: NOT protected: `outputs` (4.2 MB)")
+    assert "\n" not in end.reason
+
+
+def test_ranks_know_that_the_job_is_strict() -> None:
+    play = Play(Job(nodes=1, strict=True), start=False)
+    play.join(0)
+    (assign,) = sent(play.warm(0), m.Assign).values()
+    assert assign.env["TORCHPASS_STRICT"] == "1"

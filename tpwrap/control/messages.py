@@ -23,7 +23,9 @@ from typing import TypeAlias
 
 import msgspec
 
-PROTOCOL = 2
+from tpwrap.core.lint import Facts
+
+PROTOCOL = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -128,6 +130,12 @@ class Notice(Message, frozen=True):
     text: str
 
 
+class Protection(Message, frozen=True):
+    """What the engine has recognised of the script so far; sent again, whole, when more is known."""
+
+    facts: Facts
+
+
 class Unprotected(Message, frozen=True):
     """The rank met something it cannot recover from soundly: the job must end with this reason."""
 
@@ -174,6 +182,7 @@ WorkerMessage: TypeAlias = (
     | Failed
     | Finished
     | Notice
+    | Protection
     | Unprotected
     | Whereabouts
 )

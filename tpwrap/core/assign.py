@@ -10,14 +10,16 @@ from tpwrap.core.placement import Place
 
 
 def environment(job: Job, rank: int, slot: int, store: str, run_id: str) -> dict[str, str]:
-    """The variables that torchrun sets, with the same meaning.
+    """The variables that torchrun sets, with the same meaning, and what the engine must know of the job.
 
     GROUP_RANK stays what it was at the start, wherever the rank runs now: scripts and libraries take it for
     a property of the rank. LOCAL_RANK is the slot: it chooses the device.
     """
     host, _, port = store.rpartition(":")
     world = str(job.world_size)
+    strict = {"TORCHPASS_STRICT": "1"} if job.strict else {}
     return {
+        **strict,
         "RANK": str(rank),
         "WORLD_SIZE": world,
         "LOCAL_RANK": str(slot),

@@ -35,6 +35,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: _Path | None = None
     log_dir: _Path | None = None
     coordinator: _Path | None = None
+    strict: bool = False
     quiet: bool = False
 
 
@@ -52,6 +53,7 @@ MEANT: dict[str, str] = {
     "run_dir": "a directory that holds no earlier run",
     "log_dir": "a directory",
     "coordinator": "the name of a node of the job, as Slurm calls it",
+    "strict": "true or false",
     "quiet": "true or false",
 }
 """What a valid value looks like, in the words of the error message."""

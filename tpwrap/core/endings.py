@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from tpwrap.control.messages import Failed
+from tpwrap.core.lint import Finding, one_line
 from tpwrap.core.placement import Unplaceable
 from tpwrap.core.state import State
 
 Ending: TypeAlias = tuple[int, str, str]
 
+USAGE = 2
 INTERNAL = 70
 OUT_OF_SPARES = 75
 COORDINATOR_LOST = 76
@@ -99,6 +101,13 @@ def left_behind(finished: Sequence[int], waiting: Sequence[int], where: str) -> 
 def _few(ranks: Sequence[int], most: int = 8) -> str:
     more = f" and {len(ranks) - most} others" if len(ranks) > most else ""
     return ", ".join(map(str, ranks[:most])) + more
+
+
+def not_protected(rank: int, findings: Sequence[Finding]) -> Ending:
+    """With --strict: what is not protected, and what to do about it."""
+    first, *others = [one_line(finding) for finding in findings]
+    more = f" (and {len(others)} more)" if others else ""
+    return USAGE, f"--strict: rank {rank}: {first}{more}. Without --strict the job runs nevertheless", ""
 
 
 def sidecar_lost(rank: int, keepers: Sequence[int]) -> Ending:

@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from tpwrap.core.lint import Finding
+
 
 def _kind(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
@@ -122,6 +124,16 @@ class Notice(_Base, frozen=True):
     rank: int | None = None
 
 
+class Protection(_Base, frozen=True):
+    """What of the script is protected and what is not: rank 0's block, and later what is new."""
+
+    rank: int
+    step: int
+    """updates that the rank had applied"""
+    lines: list[str]
+    findings: list[Finding]
+
+
 class FaultInjected(_Base, frozen=True):
     fault: str
     rank: int
@@ -147,6 +159,7 @@ Event: TypeAlias = (
     | FailoverStarted
     | FailoverFinished
     | Notice
+    | Protection
     | FaultInjected
     | JobEnded
 )

@@ -22,6 +22,8 @@ class Job:
     warm: bool = True
     """keep a warm worker beside every active one (spare slots always have one)"""
     failure_timeout: float = 10.0
+    strict: bool = False
+    """end the job when something of the script is found not to be protected"""
     faults: tuple[Fault, ...] = ()
     """failures to inject, for rehearsals and tests; the index is the fault's id"""
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from tpwrap.control import messages as m
-from tpwrap.core import endings, events, exits, placement, recovery, standstill
+from tpwrap.core import endings, events, exits, lint, placement, recovery, standstill
 from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
 from tpwrap.core.signals import EXIT_CODES
@@ -342,6 +344,19 @@ def _notice(d: Draft, worker: Worker, message: m.Notice) -> None:
         d.emit(events.Notice(message.level, message.text, worker.rank))
 
 
+def _protection(d: Draft, rank: int, facts: lint.Facts) -> None:
+    view = d.state.ranks[rank]
+    others = sum(node != view.place[0] for node in view.buddies)
+    facts = msgspec.structs.replace(facts, buddies=others)
+    told, reports = lint.news(d.state.told, rank, facts)
+    d.set(told=told)
+    for report in reports:
+        d.emit(events.Protection(report.rank, facts.step, report.lines, report.findings))
+    unprotected = lint.unprotected(lint.judge(facts))
+    if d.state.job.strict and unprotected:
+        d.end(*endings.not_protected(rank, unprotected))
+
+
 def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
     stage = d.state.stage
     match message:
@@ -359,6 +374,8 @@ def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
             standstill.answered(d, rank, message)
         case m.Failed():
             _script_failed(d, rank, message)
+        case m.Protection(facts):
+            _protection(d, rank, facts)
         case m.Unprotected(reason):
             d.end(endings.INTERNAL, f"rank {rank} cannot be protected any further: {reason}")
         case m.CommError(generation, error) if generation == d.state.generation:

@@ -21,6 +21,7 @@ from tpwrap.control.messages import (
 from tpwrap.core import events
 from tpwrap.core.arrangement import Site
 from tpwrap.core.job import Job
+from tpwrap.core.lint import Told
 from tpwrap.core.placement import LossKind, Place
 from tpwrap.core.timeouts import Timeouts
 
@@ -320,6 +321,8 @@ class State:
     any_set_up: bool = False
     """some rank has been at a step boundary: there is state to lose"""
     notices: frozenset[str] = frozenset()
+    told: Told = field(default_factory=Told)
+    """about the protection of the script"""
     standstill: Standstill = Standstill(0.0)
     store_lost: bool = False
     leaving: Mapping[int, tuple[float, str]] = field(default_factory=dict)

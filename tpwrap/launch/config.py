@@ -53,6 +53,7 @@ def make_job(settings: Settings) -> Job:
             unit=config.unit,
             warm=config.warm,
             failure_timeout=config.failure_timeout,
+            strict=config.strict,
             faults=tuple(faults),
         )
     except ValueError as e:

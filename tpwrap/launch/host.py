@@ -178,8 +178,7 @@ class Host(ABC):
             self._notices.add(event.text)
         if isinstance(event, events.JobEnded):
             self._counts = f" ({story.counts(event)})"
-        line = story.line(event, self.names)
-        if line is not None:
+        for line in (story.line(event, self.names) or "").splitlines():
             self.say(line)
 
     def is_down(self, node: int) -> bool:

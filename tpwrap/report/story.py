@@ -13,7 +13,7 @@ _NONE: Names = {}
 
 
 def line(event: events.Event, names: Names = _NONE) -> str | None:
-    """One line, or None for what only a full report shows."""
+    """One line, or None for what only a full report shows. (A block of lines for `Protection`.)"""
     if isinstance(event, events.RankFailed):
         return f"rank {event.rank} failed{_seen(event.step)} on {_node(event.node, names)}: {event.cause}"
     if isinstance(event, events.NodeDown):
@@ -33,6 +33,8 @@ def line(event: events.Event, names: Names = _NONE) -> str | None:
         who = "" if event.rank is None else f"rank {event.rank}: "
         level = "" if event.level == "info" else f"{event.level}: "
         return f"{level}{who}{event.text}"
+    if isinstance(event, events.Protection):
+        return "\n".join(event.lines)
     return None
 
 

@@ -19,6 +19,7 @@ _STYLE: dict[type[events.Event], str] = {
     events.SpareLost: "yellow",
     events.FaultInjected: "magenta",
     events.FailoverFinished: "green",
+    events.Protection: "cyan",
 }
 
 
