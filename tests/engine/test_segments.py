@@ -229,7 +229,7 @@ def test_ten_thousand_segments_come_in_about_a_second_and_cost_a_step_nothing(ke
     at = [keepers[0].address]
     began = time.monotonic()
     assert fetch_segments(at, KEY, RANK, 10_000, 5.0) == segments
-    assert time.monotonic() - began < 5.0  # 0.3 s on two idle cores
+    assert time.monotonic() - began < 5.0  # 0.7 s on two cores
     many, few = publisher(), publisher()
     many.adopt_segments(segments)
     cost = {}

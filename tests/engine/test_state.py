@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpwrap.control.sidecars import receive_exactly
 from tpwrap.engine import _native, transfer
 from tpwrap.engine.gate import CommitGate
 from tpwrap.engine.state import ReplicaState, StateError, combined
@@ -130,6 +133,72 @@ def test_a_waiting_request_is_refused_as_soon_as_its_generation_is_given_up() ->
     threading.Timer(0.2, server.withdraw, [4]).start()
     with pytest.raises(ConnectionError):
         transfer.restore(make("sgd", 2), [server.address], KEY, 3, 7, 10.0, lambda: False)
+
+
+@pytest.mark.parametrize("silent_one", ["the only source", "another source"])
+@pytest.mark.parametrize("cut_after", [0, 16, 9000], ids=["greeting", "question", "tensors"])
+def test_a_silent_source_holds_no_newcomer_whose_recovery_was_given_up(
+    cut_after: int, silent_one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 1000)
+    replica = make("sgd", 1)
+    server = StateServer("127.0.0.1", KEY)
+    server.offer(Offer(0, 0, replica, replica.scalars()))
+    given_up = threading.Event()
+    threading.Timer(0.3, given_up.set).start()
+    with socket.create_server(("127.0.0.1", 0)) as front:
+        threading.Thread(target=cut_link, args=(front, server.address, cut_after), daemon=True).start()
+        silent = f"127.0.0.1:{front.getsockname()[1]}"
+        sources = [silent] if silent_one == "the only source" else [server.address, silent]
+        began = time.monotonic()
+        with pytest.raises(ConnectionAbortedError, match="given up"):
+            transfer.restore(make("sgd", 2), sources, KEY, 0, 0, 60.0, given_up.is_set)
+        assert 0.2 < time.monotonic() - began < 20.0
+
+
+def test_a_source_that_is_gone_ends_what_the_others_still_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = make("sgd", 1)
+    server = StateServer("127.0.0.1", KEY)
+    server.offer(Offer(0, 0, replica, replica.scalars()))
+    monkeypatch.setattr(transfer, "PIECE", 1000)
+    with socket.create_server(("127.0.0.1", 0)) as front:
+        threading.Thread(target=cut_link, args=(front, server.address, 0), daemon=True).start()
+        sources = [server.address, f"127.0.0.1:{front.getsockname()[1]}", "127.0.0.1:1"]
+        with pytest.raises(ConnectionRefusedError):
+            transfer.restore(make("sgd", 2), sources, KEY, 0, 0, 60.0, lambda: False)
+
+
+def test_who_does_not_answer_the_challenge_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_HANDSHAKE_SECONDS", 0.2)
+    replica = make("sgd", 1)
+    server = StateServer("127.0.0.1", KEY)
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 10.0) as stranger:
+        assert len(receive_exactly(stranger, 16)) == 16
+        stranger.sendall(b"half an answer")
+        assert stranger.recv(1) == b""  # closed
+    # Who has answered may wait longer than that for its offer.
+    threading.Timer(0.5, server.offer, [Offer(0, 0, replica, replica.scalars())]).start()
+    newcomer = make("sgd", 2)
+    transfer.restore(newcomer, [server.address], KEY, 0, 0, 10.0, lambda: False)
+    assert newcomer.digests() == replica.digests()
+
+
+def cut_link(front: socket.socket, to: str, limit: int) -> None:
+    """Carries everything to the source, and `limit` bytes back before it falls silent."""
+    client, _ = front.accept()
+    host, _, port = to.rpartition(":")
+    source = socket.create_connection((host, int(port)))
+
+    def forth() -> None:
+        while data := client.recv(1 << 16):
+            source.sendall(data)
+
+    threading.Thread(target=forth, daemon=True).start()
+    while limit and (data := source.recv(limit)):
+        client.sendall(data)
+        limit -= len(data)
+    time.sleep(60)
 
 
 def test_another_model_is_refused_by_name() -> None:

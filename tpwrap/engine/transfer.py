@@ -19,11 +19,12 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from tpwrap.control.sidecars import receive_exactly
+from tpwrap.control.sidecars import dial, receive, receive_exactly, receive_into, send
 from tpwrap.engine.state import ReplicaState, StateError
 
 PIECE = 4 << 20
 """bytes; what one source serves in one go"""
+_HANDSHAKE_SECONDS = 10.0
 _PATIENCE = 60.0
 """seconds that a request waits for its offer; the newcomer itself gives up earlier"""
 
@@ -120,10 +121,12 @@ class StateServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_HANDSHAKE_SECONDS)
             challenge = os.urandom(16)
             connection.sendall(challenge)
             if not hmac.compare_digest(receive_exactly(connection, 32), _token(self._key, challenge)):
                 return
+            connection.settimeout(None)
             while True:
                 (size,) = struct.unpack("<I", receive_exactly(connection, 4))
                 request = _request.decode(receive_exactly(connection, size))
@@ -149,15 +152,16 @@ def restore(
     aborted: Callable[[], bool],
 ) -> tuple[Inventory, int]:
     """Make `state` equal to what the sources hold at `step`; returns their inventory, whose digests are then those of
-    `state` itself, and the bytes moved.
+    `state` itself, and the bytes moved. timeout: seconds that a source may be silent.
 
-    Raises OSError (a source is gone: wait for the next plan) or StateError (the script built another model here).
+    Raises OSError (a source is gone, or `aborted` turned true: wait for the next plan) or StateError (the script built
+    another model here).
     """
-    first = _connect(sources[0], key, timeout)
+    first = _connect(sources[0], key, timeout, aborted)
     with first:
-        _ask(first, Request(generation, step, None))
-        (size,) = struct.unpack("<I", receive_exactly(first, 4))
-        inventory = _inventory.decode(receive_exactly(first, size))
+        _ask(first, Request(generation, step, None), timeout, aborted)
+        (size,) = struct.unpack("<I", receive(first, 4, timeout, aborted))
+        inventory = _inventory.decode(receive(first, size, timeout, aborted))
         state.allocate(inventory.manifest)
         state.restore_scalars(inventory.scalars)
         mine = state.digests()
@@ -172,35 +176,37 @@ def restore(
         errors: list[BaseException] = []
         buffers = {name: _Buffer(tensors[name]) for name in differing}
 
+        def failed() -> bool:
+            return bool(errors) or aborted()
+
         def pull(connection: socket.socket, share: list[tuple[str, int, int]]) -> None:
+            _ask(connection, Request(generation, step, share), timeout, failed)
+            for name, offset, length in share:
+                receive_into(connection, buffers[name].bytes[offset : offset + length], timeout, failed)
+
+        def pull_from(address: str, share: list[tuple[str, int, int]]) -> None:
             try:
-                _ask(connection, Request(generation, step, share))
-                for name, offset, length in share:
-                    if aborted():
-                        raise ConnectionError("the generation was given up")
-                    _receive_into(connection, buffers[name].bytes[offset : offset + length])
+                with _connect(address, key, timeout, failed) as connection:
+                    pull(connection, share)
             except BaseException as error:
                 errors.append(error)
 
-        threads: list[threading.Thread] = []
-        others: list[socket.socket] = []
+        threads = [
+            threading.Thread(target=pull_from, args=(address, share), name="torchpass-pull", daemon=True)
+            for address, share in zip(sources[1:], shares[1:], strict=True)
+            if share
+        ]
+        for thread in threads:
+            thread.start()
         try:
-            for address, share in zip(sources[1:], shares[1:], strict=True):
-                if share:
-                    others.append(_connect(address, key, timeout))
-                    threads.append(
-                        threading.Thread(target=pull, args=(others[-1], share), name="torchpass-pull", daemon=True)
-                    )
-                    threads[-1].start()
             if shares[0]:
                 pull(first, shares[0])
-            for thread in threads:
-                thread.join()
-        finally:
-            for connection in others:
-                connection.close()
-        for error in errors:
-            raise error
+        except OSError as error:
+            errors.append(error)
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
         for buffer in buffers.values():
             buffer.store()
     if state.digests() != inventory.digests:
@@ -243,26 +249,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return _flat_bytes(tensor.detach().cpu().contiguous())
 
 
-def _connect(address: str, key: bytes, timeout: float) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=timeout)
+def _connect(address: str, key: bytes, timeout: float, aborted: Callable[[], bool]) -> socket.socket:
+    connection = dial(address, timeout, aborted)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_token(key, receive_exactly(connection, 16)))
+        send(connection, _token(key, receive(connection, 16, timeout, aborted)), timeout, aborted)
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _ask(connection: socket.socket, request: Request) -> None:
+def _ask(connection: socket.socket, request: Request, timeout: float, aborted: Callable[[], bool]) -> None:
     body = msgspec.msgpack.encode(request)
-    connection.sendall(struct.pack("<I", len(body)) + body)
-
-
-def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    while len(view):
-        got = connection.recv_into(view)
-        if got == 0:
-            raise ConnectionError("the source closed the connection")
-        view = view[got:]
+    send(connection, struct.pack("<I", len(body)) + body, timeout, aborted)
