@@ -1,0 +1,50 @@
+"""Scripts that know nothing of tpwrap: with a failure, each leaves what it leaves when it runs alone.
+
+The oracle is the script under plain Python, one process a rank: so this also shows that tpwrap changes nothing while
+nothing fails.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unchanged.catalogue import DIRECTORY, SCRIPTS, Kill, Script, chosen, others
+from tests.unchanged.conftest import assert_equal, under_tpwrap
+
+KILLS = [
+    pytest.param(script, chosen(number), id=f"{script.name}-{'-'.join(map(str, chosen(number)))}")
+    for number, script in enumerate(SCRIPTS)
+]
+MORE_KILLS = [
+    pytest.param(script, kill, id=f"{script.name}-{'-'.join(map(str, kill))}")
+    for number, script in enumerate(SCRIPTS)
+    for kill in others(number)
+]
+
+
+def test_no_script_knows_of_tpwrap() -> None:
+    assert [file.name for file in DIRECTORY.rglob("*.py") if "tpwrap" in file.read_text()] == []
+
+
+def test_tpwrap_changes_nothing(script: Script, tmp_path: Path, oracle) -> None:
+    assert_equal(under_tpwrap(tmp_path, script), oracle(script), script, set(), 0)
+
+
+@pytest.mark.parametrize(("script", "kill"), KILLS)
+def test_a_kill(script: Script, kill: Kill, tmp_path: Path, oracle) -> None:
+    killed(script, kill, tmp_path, oracle)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("script", "kill"), MORE_KILLS)
+def test_every_other_kill(script: Script, kill: Kill, tmp_path: Path, oracle) -> None:
+    killed(script, kill, tmp_path, oracle)
+
+
+def killed(script: Script, kill: Kill, directory: Path, oracle) -> None:
+    for module in script.needs:
+        pytest.importorskip(module)
+    run = under_tpwrap(directory, script, (script.fault(kill),))
+    assert_equal(run, oracle(script), script, {kill[1]}, 1)
