@@ -1,23 +1,43 @@
 """What a replica can give to a newcomer: parameters, optimizer state, and the scalars around them.
 
-Tensors are named, so that source and newcomer agree without exchanging objects:
-`model/<parameter>` and `optimizer/<group>.<position>/<key>`. Scalars (learning rates and all other param_group
-entries, scheduler state, optimizer entries that are no tensors) move by value.
+Tensors are named, so that source and newcomer agree without exchanging objects: `<model>/<parameter>`,
+`<optimizer>/<group>.<position>/<key>` and `extra/<name>`. Scalars (learning rates and all other param_group entries,
+scheduler state, optimizer entries that are no tensors) move by value. Buffers are not among them: they differ from rank
+to rank. Gradients are neither: after an update they are used up, unless the script names them as extra tensors.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from tpwrap.engine import _native, encoding
+from tpwrap.engine.scalars import (
+    Refused,
+    StateError,
+    optimized,
+    pack_object,
+    pack_optimizer,
+    restore_object,
+    restore_optimizer,
+)
+
+__all__ = ["Entry", "ReplicaState", "StateError", "combined"]
+
+EXTRA = "extra"
 
 
-class StateError(RuntimeError):
-    """Source and newcomer do not hold the same set of state."""
+class Entry(NamedTuple):
+    """A tensor, as a source describes it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    beside: bool
+    """it lives where its parameter lives; False: on the CPU (a step counter, unless the optimizer is capturable)"""
 
 
 class ReplicaState:
@@ -27,17 +47,63 @@ class ReplicaState:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        schedulers = {} if scheduler is None else {"scheduler": scheduler}
+        self._hold({"model": model}, {"optimizer": optimizer}, schedulers, dict)
+
+    @classmethod
+    def of(
+        cls,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        schedulers: Mapping[str, Any],
+        tensors: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> ReplicaState:
+        """The state of several models and optimizers, whose names, and their order, are equal on all replicas.
+
+        schedulers: objects with `state_dict` and `load_state_dict` whose state is small (schedulers, scalers).
+        tensors: further replicated tensors by name, always the same objects; a newcomer's are written into.
+        Raises ValueError for a name that is used twice, is `extra`, or has a slash.
+        """
+        names = [*models, *optimizers]
+        for name in names:
+            if names.count(name) > 1 or name == EXTRA or "/" in name:
+                raise ValueError(f"{name!r} cannot name a model or an optimizer: it is used twice, reserved, or a path")
+        state = cls.__new__(cls)
+        state._hold(dict(models), dict(optimizers), dict(schedulers), tensors)
+        return state
+
+    def _hold(
+        self,
+        models: dict[str, torch.nn.Module],
+        optimizers: dict[str, torch.optim.Optimizer],
+        schedulers: dict[str, Any],
+        extra: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self.models = models
+        self.optimizers = optimizers
+        self.schedulers = schedulers
+        self._extra = extra
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every replicated tensor by name, in an order that is equal on all replicas."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            found[f"model/{name}"] = parameter.detach()
-        for place, parameter in self._optimized():
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, torch.Tensor):
-                    found[f"optimizer/{place}/{key}"] = value.detach()
-        return found
+        return {name: tensor for name, tensor, _ in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """(name, tensor, whether it lives where its parameter lives)."""
+        seen: set[int] = set()
+        for model_name, model in self.models.items():
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in seen:  # a wrapper and the module inside; encoders that models share
+                    seen.add(id(parameter))
+                    yield f"{model_name}/{name}", parameter.detach(), True
+        for optimizer_name, optimizer in self.optimizers.items():
+            for place, parameter in optimized(optimizer):
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, torch.Tensor):
+                        beside = value.is_cpu == parameter.is_cpu
+                        yield f"{optimizer_name}/{place}/{key}", value.detach(), beside
+        for name, tensor in sorted(self._extra().items()):
+            yield f"{EXTRA}/{name}", tensor.detach(), True
 
     def digests(self) -> dict[str, str]:
         tensors = self.tensors()
@@ -45,85 +111,62 @@ class ReplicaState:
 
     def scalars(self) -> bytes:
         """Encoded scalars; taken at every commit, because a scheduler changes them right after it."""
-        groups, entries, graded = [], {}, []
-        state = self.optimizer.state
-        for g, group in enumerate(self.optimizer.param_groups):
-            groups.append(encoding.packed_items({key: value for key, value in group.items() if key != "params"}))
-            for p, parameter in enumerate(group["params"]):
-                graded.append(parameter.grad is not None)
-                values = {k: v for k, v in state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
-                if values:
-                    entries[f"{g}.{p}"] = encoding.packed_items(dict(sorted(values.items())))
-        scheduler = None if self.scheduler is None else encoding.packed_items(self.scheduler.state_dict())
-        return encoding.encode_packed(
-            {"groups": groups, "entries": entries, "scheduler": scheduler, "graded": bytes(graded)}
-        )
+        refused: Refused = {}
+        optimizers = {name: pack_optimizer(name, o, refused) for name, o in self.optimizers.items()}
+        schedulers = {name: pack_object(name, s, refused) for name, s in self.schedulers.items()}
+        return encoding.encode_packed({"optimizers": optimizers, "schedulers": schedulers, "refused": refused})
 
     def restore_scalars(self, data: bytes) -> None:
-        """Raises StateError where the optimizer has other param_groups than the source's."""
+        """Raises StateError where the optimizers and schedulers are others than the source's, or the source holds
+        something that cannot be moved."""
         scalars = encoding.decode(data)
-        if len(scalars["groups"]) != len(self.optimizer.param_groups):
-            raise StateError(
-                f"the optimizer has {len(self.optimizer.param_groups)} param_groups here and "
-                f"{len(scalars['groups'])} on its replicas"
-            )
-        for group, values in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)  # the tensor may be captured elsewhere
-                else:
-                    group[key] = value
-        parameters = dict(self._optimized())
-        # What this step has not used has no gradient, and the optimizer passes over it; or one that was zeroed in place
-        # after an earlier step, and the optimizer goes on with its momentum.
-        for graded, parameter in zip(scalars["graded"], parameters.values(), strict=True):
-            if not graded:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for place, values in scalars["entries"].items():
-            self.optimizer.state[parameters[place]].update(values)
-        if self.scheduler is not None and scalars["scheduler"] is not None:
-            self.scheduler.load_state_dict(copy.deepcopy(scalars["scheduler"]))
+        for name, kind in scalars["refused"].items():
+            raise StateError(f"{name} of the replicas is a {kind}, which cannot be moved")
+        for kind, mine in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
+            if mine.keys() != scalars[kind].keys():
+                raise StateError(f"the {kind} are {_list(mine)} here, but {_list(scalars[kind])} on the replicas")
+        for name, optimizer in self.optimizers.items():
+            restore_optimizer(name, optimizer, scalars["optimizers"][name])
+        for name, scheduler in self.schedulers.items():
+            restore_object(name, scheduler, scalars["schedulers"][name])
 
-    def allocate(self, manifest: list[tuple[str, str, list[int]]]) -> None:
+    def allocate(self, manifest: list[Entry]) -> None:
         """Create optimizer state that the source has and we do not (it is made lazily, in the first real step), and
-        drop what only we have. Raises StateError when the model itself differs."""
+        drop what only we have. Raises StateError when anything else differs."""
         mine = self.tensors()
-        parameters = dict(self._optimized())
-        wanted = {name for name, _, _ in manifest}
-        for name, dtype, shape in manifest:
+        parameters = {
+            f"{name}/{place}": (optimizer.state, parameter)
+            for name, optimizer in self.optimizers.items()
+            for place, parameter in optimized(optimizer)
+        }
+        wanted = {entry.name for entry in manifest}
+        for name, dtype, shape, beside in manifest:
             have = mine.get(name)
-            fits = have is not None and list(have.shape) == shape and encoding.dtype_name(have.dtype) == dtype
-            if fits:
+            if have is not None and list(have.shape) == shape and encoding.dtype_name(have.dtype) == dtype:
                 continue
-            part, place, key = [*name.split("/", 2), "", ""][:3]
-            if part != "optimizer" or place not in parameters:
+            place, _, key = name.rpartition("/")
+            if place not in parameters:
                 what = "is missing here" if have is None else f"is {list(have.shape)} {have.dtype} here"
                 raise StateError(f"{name} {what}, but {shape} {dtype} on its replicas")
-            parameter = parameters[place]
-            # A step counter lives on the CPU whatever the parameter's device, unless the optimizer is capturable.
-            device = parameter.device if shape == list(parameter.shape) or self._capturable() else "cpu"
-            self.optimizer.state[parameter][key] = torch.empty(shape, dtype=encoding.dtype_of(dtype), device=device)
+            state, parameter = parameters[place]
+            if shape == list(parameter.shape):
+                made = torch.empty_like(parameter, dtype=encoding.dtype_of(dtype), requires_grad=False)
+            else:
+                made = torch.empty(shape, dtype=encoding.dtype_of(dtype), device=parameter.device)
+            state[parameter][key] = made if beside else made.cpu()
         for name in mine.keys() - wanted:
-            part, place, key = [*name.split("/", 2), "", ""][:3]
-            if part == "model":
+            place, _, key = name.rpartition("/")
+            if place not in parameters:
                 raise StateError(f"{name} exists here but not on its replicas")
-            del self.optimizer.state[parameters[place]][key]
+            state, parameter = parameters[place]
+            del state[parameter][key]
 
-    def manifest(self) -> list[tuple[str, str, list[int]]]:
-        """(name, dtype, shape) of every tensor."""
-        return [(n, encoding.dtype_name(t.dtype), list(t.shape)) for n, t in self.tensors().items()]
+    def manifest(self) -> list[Entry]:
+        return [Entry(n, encoding.dtype_name(t.dtype), list(t.shape), beside) for n, t, beside in self._tensors()]
 
-    def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [
-            (f"{g}.{p}", parameter)
-            for g, group in enumerate(self.optimizer.param_groups)
-            for p, parameter in enumerate(group["params"])
-        ]
 
-    def _capturable(self) -> bool:
-        return any(bool(group.get("capturable")) for group in self.optimizer.param_groups)
+def _list(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "none"
 
 
 def combined(digests: dict[str, str], scalars: bytes) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from tpwrap.control.sidecars import dial, receive, receive_exactly, receive_into, send
-from tpwrap.engine.state import ReplicaState, StateError
+from tpwrap.engine.state import Entry, ReplicaState, StateError
 
 PIECE = 4 << 20
 """bytes; what one source serves in one go"""
@@ -32,7 +32,7 @@ _PATIENCE = 60.0
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """What a source holds at the step asked for."""
 
-    manifest: list[tuple[str, str, list[int]]]
+    manifest: list[Entry]
     digests: dict[str, str]
     scalars: bytes
 
