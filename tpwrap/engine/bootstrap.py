@@ -11,6 +11,7 @@ import atexit
 import importlib
 import os
 import queue
+import re
 import runpy
 import sys
 import threading
@@ -35,6 +36,7 @@ def preload() -> None:
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
     import tpwrap.engine.runtime
+    import tpwrap.engine.script.script
     import tpwrap.engine.session  # noqa: F401
 
     state = torch.get_rng_state()
@@ -62,8 +64,8 @@ def load(modules: Iterable[str]) -> None:
     torch.set_rng_state(state)
 
 
-def _become_ranked() -> Any:
-    """Connect, report warm, wait for `Assign`; returns the Runtime."""
+def _become_ranked(two_lines: bool) -> Any:
+    """Connect, report warm, wait for `Assign`; returns the Runtime. two_lines: the script is known to use our API."""
     from tpwrap.control.messages import Assign, CoordinatorToWorker, Warm, WarmReady
     from tpwrap.core.timeouts import Timeouts
 
@@ -100,13 +102,14 @@ def _become_ranked() -> Any:
     environ.setdefault("TORCHELASTIC_USE_AGENT_STORE", "True")
     environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
     runtime = Runtime(link, server, key, timeouts, message)
-    if message.plan is not None and not runtime.live:
-        from tpwrap.control.sidecars import SETUP_STEP
-        from tpwrap.engine import encoding, join
+    if not two_lines:
+        from tpwrap.engine.script.script import Script
 
-        record = join.setup_record(runtime, message.plan)
-        runtime.communicators.serve(encoding.decode(record))
-        runtime.publisher.adopt(SETUP_STEP, record)
+        runtime.script = Script(runtime)
+    if message.plan is not None and not runtime.live:
+        from tpwrap.engine import join
+
+        join.prepare(runtime, message.plan)
     with handling:  # nothing may overtake what has arrived meanwhile
         while not inbox.empty():
             runtime.handle(inbox.get())
@@ -118,11 +121,20 @@ def run(argv: list[str]) -> NoReturn:
     """Run `python *argv` in this (forked) process: ['script.py', …] or ['-m', 'package.module', …]. Never returns."""
     code = 70
     try:
-        runtime = _become_ranked()
-        code = _run_script(runtime, [a for a in argv if a != "-u"] if argv[:1] == ["-u"] else argv)
+        argv = [a for a in argv if a != "-u"] if argv[:1] == ["-u"] else argv
+        runtime = _become_ranked(_mentions_us(argv))
+        code = _run_script(runtime, argv)
     except BaseException:
         traceback.print_exc()
     _leave(code)
+
+
+def _mentions_us(argv: list[str]) -> bool:
+    """Whether the script imports tpwrap itself. (If only a module of it does, that is noticed when it calls us.)"""
+    try:
+        return re.search(r"^\s*(import|from) tpwrap\b", Path(argv[0]).read_text(errors="replace"), re.M) is not None
+    except OSError:
+        return False
 
 
 def _run_script(runtime: Any, argv: list[str]) -> int:
@@ -202,7 +214,7 @@ def _leave(code: int) -> NoReturn:
 
 def enter() -> None:
     """For an executed worker: return when the script may start."""
-    runtime = _become_ranked()
+    runtime = _become_ranked(two_lines=False)
     outcome: dict[str, Any] = {"code": 0, "words": "", "reported": False}
     previous = sys.excepthook
     real_exit = sys.exit

@@ -61,6 +61,11 @@ def will_synchronize() -> bool:
     return not instances or any(instance.require_backward_grad_sync for instance in instances)
 
 
+def present() -> bool:
+    """Whether the script trains with DDP."""
+    return bool(_alive())
+
+
 def _alive() -> list[Any]:
     return [instance for one in list(_instances) if (instance := one()) is not None]
 

@@ -7,24 +7,59 @@ from typing import TYPE_CHECKING
 
 from tpwrap.control.messages import Plan, Ready, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, sidecar, transfer
+from tpwrap.engine import ddp, encoding, sidecar, transfer
 from tpwrap.engine.communicators import Aborted
+from tpwrap.engine.script.memory import Memory
 from tpwrap.engine.sidecar import Sidecar
 from tpwrap.engine.state import StateError, combined
 
 if TYPE_CHECKING:
     from tpwrap.engine.runtime import Runtime
+    from tpwrap.engine.script.script import Script
     from tpwrap.engine.steps import Steps
 
 
-def setup_record(runtime: Runtime, plan: Plan) -> bytes:
-    """The results of the collectives that the failed rank ran before its first step."""
-    return _fetch(runtime, plan, SETUP_STEP)
+def encode_setup(runtime: Runtime) -> bytes:
+    """The set-up record: the results of the collectives before the first step and, of a script as it is, the random
+    state at its top."""
+    start = None if runtime.script is None else runtime.script.start
+    return encoding.encode((runtime.communicators.record(), start))
+
+
+def prepare(runtime: Runtime, plan: Plan) -> None:
+    """A newcomer, before its script starts: what of the failed rank's set-up and way it will need."""
+    record = _fetch(runtime, plan, SETUP_STEP)
+    collectives, start = encoding.decode(record)
+    runtime.communicators.serve(collectives)
+    runtime.publisher.adopt(SETUP_STEP, record)
+    if start is None:
+        runtime.without_script()
+    elif runtime.script is not None:
+        blob, segments = memory_of(runtime, plan)
+        runtime.script.load(blob, segments, plan.step)
+        runtime.script.begin_as(start)
 
 
 def sidecar_of(runtime: Runtime, plan: Plan) -> Sidecar:
     """The failed rank's sidecar for the plan's step."""
     return Sidecar.decode(_fetch(runtime, plan, plan.step))
+
+
+def memory_of(runtime: Runtime, plan: Plan) -> tuple[bytes, list[bytes]]:
+    """The failed rank's sidecar for the plan's step, and the closed segments of its tape, where its script is as it
+    is."""
+    keepers, rank, patience = plan.keepers[runtime.rank], runtime.rank, runtime.timeouts.release
+    try:
+        blob = sidecar.fetch_covering(keepers, runtime.key, rank, plan.step, patience)
+        count = Memory.decode(blob).tape.segments
+        return blob, sidecar.fetch_segments(keepers, runtime.key, rank, count, patience)
+    except sidecar.SidecarLost as lost:
+        raise _give_up(runtime, str(lost)) from lost
+
+
+def fetch(runtime: Runtime, plan: Plan) -> bytes:
+    """The failed rank's sidecar for the plan's step, encoded."""
+    return _fetch(runtime, plan, plan.step)
 
 
 def _fetch(runtime: Runtime, plan: Plan, step: int) -> bytes:
@@ -34,7 +69,7 @@ def _fetch(runtime: Runtime, plan: Plan, step: int) -> bytes:
         raise _give_up(runtime, str(lost)) from lost
 
 
-def join(runtime: Runtime, steps: Steps, step: int) -> bool:
+def join(runtime: Runtime, steps: Steps | Script, step: int) -> bool:
     """Become live right after update `step`. False when the survivors are further: run one more offline body.
 
     Starts over with each new plan: a failure during a recovery gives this newcomer another generation, other sources,
@@ -45,7 +80,7 @@ def join(runtime: Runtime, steps: Steps, step: int) -> bool:
         if step < plan.step:
             return False
         try:
-            restored, scalars = _enter(runtime, steps, plan)
+            blob, scalars = _enter(runtime, steps, plan)
         except (Aborted, OSError, RuntimeError) as error:
             if isinstance(error, StateError):
                 raise _give_up(runtime, str(error)) from error
@@ -55,13 +90,13 @@ def join(runtime: Runtime, steps: Steps, step: int) -> bool:
             runtime.communicators.drop()
             continue
         began = time.monotonic()
-        steps.entered(plan.step, restored, scalars)
+        steps.entered(plan.step, blob, scalars)
         runtime.enter_live()
         runtime.send(Resumed(plan.generation, {"enter": time.monotonic() - began}, 0))
         return True
 
 
-def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
+def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, bytes]:
     def given_up() -> bool:
         return runtime.generation != plan.generation
 
@@ -75,8 +110,7 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
         runtime.bucket_phase_done = True
     if any(communicator.group.served_mismatches for communicator in runtime.communicators.all):
         raise StateError("the script's set-up ran other collectives here than it did in the failed rank")
-    blob = _fetch(runtime, plan, plan.step)
-    restored = Sidecar.decode(blob)
+    blob = steps.blob(plan)
     inventory, _ = transfer.restore(
         steps.state,
         [plan.members[rank] for rank in plan.sources],
@@ -102,7 +136,7 @@ def _enter(runtime: Runtime, steps: Steps, plan: Plan) -> tuple[Sidecar, bytes]:
     runtime.send(Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps}))
     runtime.wait_resume(plan.generation)
     runtime.injector.at("recovery", plan.step, "resume")
-    return restored, inventory.scalars
+    return blob, inventory.scalars
 
 
 def _give_up(runtime: Runtime, reason: str) -> RuntimeError:

@@ -64,15 +64,31 @@ def capture() -> State:
 
 def restore(state: State) -> None:
     """Set every generator to what `capture` saw."""
-    words = array("I", state.python)
-    random.setstate((3, (*words[1:], words[0]), state.python_gauss))
-    keys = np.frombuffer(state.numpy, dtype=np.uint32)
-    np.random.set_state(
-        ("MT19937", keys[:-1], int(keys[-1]), int(state.numpy_gauss is not None), state.numpy_gauss or 0.0)
-    )
+    restore_python((state.python, state.python_gauss))
+    restore_numpy((state.numpy, state.numpy_gauss))
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
     if state.cuda is not None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.cuda), dtype=torch.uint8))
+
+
+def python_state() -> tuple[bytes, float | None]:
+    """What decides what `random` draws next."""
+    return _python()
+
+
+def numpy_state() -> tuple[bytes, float | None]:
+    """What decides what `numpy.random` draws next."""
+    return _numpy()
+
+
+def restore_python(state: tuple[bytes, float | None]) -> None:
+    words = array("I", state[0])
+    random.setstate((3, (*words[1:], words[0]), state[1]))
+
+
+def restore_numpy(state: tuple[bytes, float | None]) -> None:
+    keys = np.frombuffer(state[0], dtype=np.uint32)
+    np.random.set_state(("MT19937", keys[:-1], int(keys[-1]), int(state[1] is not None), state[1] or 0.0))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -98,7 +98,7 @@ class Recovery:
             return  # the newcomer runs its script live from the start and builds the groups as it comes to them
         digest = ""
         if steps is not None and steps.step == plan.step:
-            offer = Offer(plan.generation, plan.step, steps.state, steps.scalars[plan.step])
+            offer = Offer(plan.generation, plan.step, steps.state_at(plan.step), steps.scalars[plan.step])
             runtime.state_server.offer(offer)
             digest = combined(offer.digests(), offer.scalars)
         began = time.monotonic()

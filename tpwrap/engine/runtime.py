@@ -39,6 +39,7 @@ from tpwrap.engine.transfer import StateServer
 from tpwrap.engine.whereabouts import Lookout
 
 if TYPE_CHECKING:
+    from tpwrap.engine.script.script import Script
     from tpwrap.engine.steps import Steps
 
 _current: Runtime | None = None
@@ -76,7 +77,10 @@ class Runtime:
         self._lookout = Lookout(self.communicators, assign.world_size)
         self.publisher = Publisher(self.journal, key, assign.rank, timeouts.release)
         self.injector = Injector(assign.faults, self.send)
-        self.steps: Steps | None = None
+        self.world_size = assign.world_size
+        self.steps: Steps | Script | None = None
+        self.script: Script | None = None
+        """where the script is taken as it is"""
         self.groups_at_setup = 0
         self.bucket_phase_done = False
         self.layout = ""
@@ -116,10 +120,21 @@ class Runtime:
             return SETUP_STEP
         return self.step
 
-    def attach(self, session_steps: Steps) -> None:
+    def attach(self, steps: Steps | Script) -> None:
+        """What knows this training's steps from now on. Raises RuntimeError at a second session."""
+        if self.script is not None and self.steps is self.script:
+            if not self.script.detach():
+                raise RuntimeError("tpwrap.session() was called after the first update; call it before the training loop")
+            self.without_script()
         if self.steps is not None:
             raise RuntimeError("tpwrap.session() was called twice; one session serves the whole script")
-        self.steps = session_steps
+        self.steps = steps
+
+    def without_script(self) -> None:
+        """The script is not taken as it is: it has asked for the two-line API."""
+        if self.script is not None:
+            self.script.detach()
+        self.script = self.steps = None
 
     def _after_update(self, *_: object) -> None:
         """After every update of every optimizer: does anybody protect this training?"""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpwrap.control.messages import Notice
+from tpwrap.control.messages import Notice, Plan
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, encoding, join, randomness
+from tpwrap.engine import ddp, join, randomness
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.data import Origin, iterator_at
 from tpwrap.engine.sidecar import Sidecar
@@ -125,8 +125,7 @@ class Steps:
             if not join.join(runtime, self, 0):
                 self._go_offline()  # the survivors have gone on by a step since this newcomer was started
             return
-        record = encoding.encode(runtime.communicators.record())
-        runtime.publisher.publish(SETUP_STEP, record)
+        runtime.publisher.publish(SETUP_STEP, join.encode_setup(runtime))
         runtime.publisher.publish(0, self._sidecar(0).encode())
         self.scalars[0] = self.state.scalars()
         with runtime.gate:  # a recovery must see set-up or step 0, nothing in between
@@ -233,8 +232,17 @@ class Steps:
             self._fresh = False  # one more offline body: the survivors have gone on by a step meanwhile
             self._losses_fed = 0
 
-    def entered(self, step: int, restored: Sidecar, scalars: bytes) -> None:
+    def state_at(self, step: int) -> ReplicaState:
+        """What replicas hold at `step`."""
+        return self.state
+
+    def blob(self, plan: Plan) -> bytes:
+        """The sidecar with which a newcomer enters by this plan."""
+        return join.fetch(self._runtime, plan)
+
+    def entered(self, step: int, blob: bytes, scalars: bytes) -> None:
         """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
+        restored = Sidecar.decode(blob)
         self._buffers.restore(restored.buffers)
         for name, value in restored.registered.items():
             if name in self._session._registered:

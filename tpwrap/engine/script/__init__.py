@@ -1,0 +1,1 @@
+"""The script as it is: what makes a training healable that knows nothing of us."""

@@ -1,0 +1,182 @@
+"""The boundary between the script's Python and what is heavy: data, models, optimizers, other ranks.
+
+Calls across it are *regions*. Inside a region nothing is recorded; what comes out of one is. In a newcomer's fast
+forward, regions do not run: their results are stubs, and whatever the script reads from a stub is answered from the
+tape. Only the thread that runs the script is observed.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from tpwrap.engine import randomness
+from tpwrap.engine.script.tape import LARGEST, Diverged, Tape
+
+
+class Mode(enum.Enum):
+    OFF = "off"
+    """nothing is observed: the script has asked for the two-line API, or has finished"""
+    LIVE = "live"
+    """values are recorded"""
+    FORWARD = "forward"
+    """a newcomer on its way: values are answered from the tape"""
+    WINDOW = "window"
+    """a newcomer between the last backward before its entry and the end of that update: no longer on the tape"""
+
+
+_OBSERVED = (Mode.LIVE, Mode.WINDOW)
+
+
+class Boundary:
+    """tape: the record. fail: called with the reason when a newcomer cannot go on; never returns.
+    window: answers a crossing in Mode.WINDOW: (kind, line, compute) -> value."""
+
+    def __init__(self, tape: Tape, fail: Callable[[str], NoReturn]) -> None:
+        self.tape = tape
+        self.mode = Mode.LIVE
+        self.inside = 0
+        """regions that the script's thread is in"""
+        self.regions = 0
+        """regions passed, including the one that runs"""
+        self.begin: Callable[[], None] | None = None
+        """called at the first region of the training"""
+        self.window: Callable[[str, int, Callable[[], Any]], Any] = lambda kind, line, compute: compute()
+        self.too_large: dict[int, int] = {}
+        """lines whose values were not recorded: bytes"""
+        self._fail = fail
+        self._thread = threading.get_ident()
+        self._drawn = _Draws()
+
+    @property
+    def outside(self) -> bool:
+        """Whether this is the script itself: its thread, in no region, observed."""
+        return self.inside == 0 and self.mode is not Mode.OFF and threading.get_ident() == self._thread
+
+    # --- values that come out ---------------------------------------------------------------------
+
+    def cross(self, kind: str, compute: Callable[[], Any], line: int | None = None) -> Any:
+        """The value of `compute()`, recorded, or the recorded one. Call it only where `outside`."""
+        if line is None:
+            line = sys._getframe(2).f_lineno
+        if self.mode is Mode.LIVE:
+            self.inside += 1
+            try:
+                value = compute()
+            finally:
+                self.inside -= 1
+            size = getattr(value, "nbytes", 0)
+            if size > LARGEST:
+                self.too_large[line] = size
+                self.tape.record(kind, line, None)
+            else:
+                self.tape.record(kind, line, value)
+            return value
+        try:
+            if self.mode is Mode.WINDOW and self.tape.left <= 0:
+                value = self.window(kind, line, compute)
+                self.tape.answered(kind, line, value)
+                return value
+            return self.tape.play(kind, line)
+        except Diverged as error:
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> NoReturn:
+        """This newcomer cannot go on."""
+        self._fail(reason)
+
+    def quiet(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose inside is not the script's: nothing that it reads is recorded. Unlike a region it runs in a
+        newcomer, too."""
+
+        @functools.wraps(function)
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            if not self.outside:
+                return function(*args, **kwargs)
+            self.inside += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside -= 1
+
+        return quiet
+
+    # --- regions ----------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A region begins."""
+        self.inside += 1  # first: what we ourselves read from tensors is not the script's
+        if self.begin is not None:
+            begin, self.begin = self.begin, None
+            begin()
+        self.regions += 1
+        if self.mode in _OBSERVED:
+            drawn = self._drawn.between()
+            if drawn is not None:
+                self.tape.aside("draws", (self.regions - 1, *drawn))
+
+    def leave(self) -> None:
+        """It has ended."""
+        self.inside -= 1
+        if self.mode in _OBSERVED:
+            self._drawn.after_region()
+        elif self.mode is Mode.FORWARD:
+            self._drawn.restore(self.regions)
+
+    def load_draws(self) -> None:
+        """A newcomer: take from the tape where the script itself drew from Python's or NumPy's generators after these
+        had moved inside a region, by the number of that region."""
+        self._drawn.recorded = {v[0]: (v[1], v[2]) for kind, v in self.tape.asides if kind == "draws"}
+
+    def settle_draws(self) -> None:
+        """A newcomer's generators are now those of the failed rank, and others than the tape alone would give."""
+        self._drawn.settle()
+
+
+class _Draws:
+    """Draws by the script itself.
+
+    A newcomer does not run regions, so what these draw from the global generators does not happen there. As long as
+    the script itself draws nothing, that does not matter; when it does, its next values depend on the state after the
+    region, which is recorded then, and only then.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: dict[int, tuple[Any, Any]] = {}
+        self.drifted = False
+        """the generators have moved inside a region since the newcomer's would last have been equal"""
+        self._after = self._before = self._now()
+
+    def settle(self) -> None:
+        self._after = self._before = self._now()
+        self.drifted = True
+
+    def between(self) -> tuple[Any, Any] | None:
+        """At the start of a region: the states after the last one, if the script has drawn since and needs them."""
+        now, after = self._now(), self._after
+        if now != after and self.drifted:
+            self.drifted = False
+            self._before = now
+            return after
+        self._before = now
+        return None
+
+    def after_region(self) -> None:
+        self._after = self._now()
+        if self._after != self._before:
+            self.drifted = True
+
+    def restore(self, region: int) -> None:
+        """A newcomer at the end of a region that it has not run."""
+        states = self.recorded.get(region)
+        if states is not None:
+            randomness.restore_python(states[0])
+            randomness.restore_numpy(states[1])
+
+    @staticmethod
+    def _now() -> tuple[Any, Any]:
+        return randomness.python_state(), randomness.numpy_state()

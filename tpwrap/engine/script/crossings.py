@@ -1,0 +1,196 @@
+"""Where values come out of tensors, other ranks, files and clocks into the script's Python: each is recorded there.
+
+`install` puts these places under observation once, before the script starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import gc
+import glob
+import os
+import pathlib
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as torch_c10d
+
+from tpwrap.engine.script.boundary import Boundary, Mode
+
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+
+_VALUES = (
+    "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__",
+    "__contains__", "__repr__", "equal", "allclose", "is_nonzero",
+)  # fmt: skip
+_FILES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (os.path, ("exists", "isfile", "isdir", "lexists", "getsize", "getmtime")),
+    (os, ("listdir",)),
+    (glob, ("glob",)),
+    (pathlib.Path, ("exists", "is_file", "is_dir")),
+)
+_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
+           "strftime", "ctime", "asctime", "localtime", "gmtime")  # fmt: skip
+
+
+def is_script_file(name: str) -> bool:
+    """Whether code in this file is the user's own, not a library's."""
+    known = _script_files.get(name)
+    if known is None:
+        absolute = os.path.abspath(name)
+        library = absolute.startswith((_STANDARD, _OURS)) or any(part in absolute for part in _PACKAGES)
+        known = _script_files[name] = not library and not name.startswith("<frozen")
+    return known
+
+
+_script_files: dict[str, bool] = {}
+
+
+def install(boundary: Boundary) -> None:
+    """Observe the places where values come out."""
+    _tensors(boundary)
+    _objects(boundary)
+    _surroundings(boundary)
+
+
+def _tensors(boundary: Boundary) -> None:
+    def observed(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if boundary.inside or not boundary.outside:
+                return original(*args, **kwargs)
+            return boundary.cross("v", lambda: original(*args, **kwargs), sys._getframe(1).f_lineno)
+
+        return method
+
+    for name in _VALUES:
+        original = getattr(torch.Tensor, name, None)
+        if original is not None:
+            setattr(torch.Tensor, name, observed(original))
+    for name in ("equal", "allclose", "is_nonzero", "seed", "initial_seed"):
+        setattr(torch, name, observed(getattr(torch, name)))
+
+
+def _objects(boundary: Boundary) -> None:
+    """Collectives that bring Python objects of other ranks. In set-up they are answered from its own record."""
+
+    def observed(name: str, original: Any, filled: str) -> Any:
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if boundary.begin is not None or not boundary.outside:
+                return original(*args, **kwargs)
+            into = kwargs.get(filled, args[_POSITION[name]] if len(args) > _POSITION[name] else None)
+
+            def run() -> Any:
+                original(*args, **kwargs)
+                return None if into is None else list(into)
+
+            found = boundary.cross("o", run, sys._getframe(1).f_lineno)
+            if into is not None and found is not None and boundary.mode is not Mode.LIVE:
+                into[:] = found
+            return None
+
+        return collective
+
+    for name, filled in _FILLED.items():
+        wrapped = observed(name, getattr(torch_c10d, name), filled)
+        setattr(torch_c10d, name, wrapped)
+        setattr(dist, name, wrapped)
+
+
+_FILLED = {
+    "all_gather_object": "object_list",
+    "gather_object": "object_gather_list",
+    "broadcast_object_list": "object_list",
+    "scatter_object_list": "scatter_object_output_list",
+    "recv_object_list": "object_list",
+}
+_POSITION = {
+    "all_gather_object": 0,
+    "gather_object": 1,
+    "broadcast_object_list": 0,
+    "scatter_object_list": 0,
+    "recv_object_list": 0,
+}
+
+
+def _surroundings(boundary: Boundary) -> None:
+    """Files, clocks, identifiers: only where the script itself asks. Libraries ask at their import, too, which happens
+    at other moments in a newcomer."""
+
+    def observed(kind: str, original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if boundary.inside or not boundary.outside:
+                return original(*args, **kwargs)
+            frame: FrameType | None = sys._getframe(1)
+            if frame is None or not is_script_file(frame.f_code.co_filename):
+                return original(*args, **kwargs)
+            return _from_plain(
+                boundary.cross(kind, lambda: _to_plain(original(*args, **kwargs)), frame.f_lineno)
+            )
+
+        return function
+
+    for owner, names in _FILES:
+        for name in names:
+            setattr(owner, name, observed("f", getattr(owner, name)))
+    for name in _CLOCKS:
+        setattr(time, name, observed("t", getattr(time, name)))
+    for name in ("uuid1", "uuid4"):
+        setattr(uuid, name, observed("u", getattr(uuid, name)))
+    os.urandom = observed("u", os.urandom)
+    for kind, names in ((datetime.datetime, ("now", "utcnow", "today")), (datetime.date, ("today",))):
+        for name in names:
+            if name in kind.__dict__:
+                _replace_class_method(kind, name, functools.partial(observed, "t"))
+
+
+def _replace_class_method(kind: type, name: str, observed: Callable[[Callable[..., Any]], Any]) -> None:
+    """Set a class method of a type written in C, whose attributes cannot be assigned: in the dictionary behind it. (A
+    subclass in its place would break type annotations and everybody's isinstance.)"""
+    (attributes,) = (one for one in gc.get_referents(kind.__dict__) if isinstance(one, dict))
+    original = attributes[name]
+
+    def method(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    attributes[name] = classmethod(observed(functools.wraps(original)(method)))
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
+
+
+def _to_plain(value: Any) -> Any:
+    """What the tape can hold."""
+    if isinstance(value, time.struct_time):
+        return ("struct_time", list(value))
+    if isinstance(value, datetime.datetime):
+        return ("datetime", value.isoformat())
+    if isinstance(value, datetime.date):
+        return ("date", value.isoformat())
+    if isinstance(value, uuid.UUID):
+        return ("uuid", str(value))
+    return value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, tuple) and len(value) == 2:
+        kind, content = value
+        if kind == "struct_time":
+            return time.struct_time(content)
+        if kind == "datetime":
+            return datetime.datetime.fromisoformat(content)
+        if kind == "date":
+            return datetime.date.fromisoformat(content)
+        if kind == "uuid":
+            return uuid.UUID(content)
+    return value

@@ -1,0 +1,341 @@
+"""A training whose script knows nothing of us: its steps as the engine sees them, and a newcomer's way to its step.
+
+One update (a call of any optimizer's step() that goes through) is one step. A newcomer runs the whole script from its
+top, with everything heavy stubbed (`regions`, `passes`) and every value that the script reads from tensors, other
+ranks, files or clocks answered from the failed rank's tape. So it comes to the last backward pass before its entry with
+the same variables; there it is given what the tape does not hold (random state, running sums and other tensors in
+variables), at the end of that update what replicas hold (weights, optimizer state), and is live.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tpwrap.control.messages import Notice, Plan, Unprotected
+from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.engine import ddp, join, randomness
+from tpwrap.engine.buffers import LocalBuffers
+from tpwrap.engine.scalars import optimized
+from tpwrap.engine.script import crossings, shapes
+from tpwrap.engine.script.boundary import Boundary, Mode
+from tpwrap.engine.script.memory import Memory
+from tpwrap.engine.script.passes import Passes
+from tpwrap.engine.script.regions import Regions
+from tpwrap.engine.script.tape import Diverged, Tape
+from tpwrap.engine.state import ReplicaState
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from tpwrap.engine.runtime import Runtime
+
+_LATE_CHECKS = 20
+"""updates in which the engine looks whether the optimizer itself draws random numbers"""
+
+
+class Script:
+    """The engine's side of an unmodified script; what `Steps` is to the two-line API."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.scalars: dict[int, bytes] = {}
+        """encoded scalars as of the newest two updates"""
+        self.in_scaler = False
+        self.tape = Tape()
+        self.boundary = Boundary(self.tape, self._give_up)
+        self._runtime = runtime
+        table = shapes.Table()
+        self.passes = Passes(self.boundary, table)
+        self.regions = Regions(self.boundary, table, self)
+        self._begun = False
+        self._applied = 0
+        self._backwards = 0
+        self._buffers: list[LocalBuffers] = []
+        self._losses: list[torch.Tensor] = []
+        self._published = False
+        """in this step"""
+        self._told: set[str] = set()
+        self._extent: dict[int, tuple[int, int]] = {}
+        """step -> how many models and optimizers there were at the end of that update"""
+        self._memory: Memory | None = None
+        """a newcomer's: what it is to become"""
+        self._target = 0
+        self._start = randomness.capture()
+        """random state at the top of the script"""
+        self.boundary.begin = self._begin
+        if not runtime.live:
+            self.boundary.mode = Mode.FORWARD
+        crossings.install(self.boundary)
+        self.passes.install()
+        self.regions.install()
+        runtime.attach(self)
+        runtime.injector.at("setup", SETUP_STEP)
+
+    def detach(self) -> bool:
+        """The script asks for the two-line API. False if its training has begun without it."""
+        if self._applied:
+            return False
+        self.boundary.mode = Mode.OFF
+        return True
+
+    @property
+    def step(self) -> int:
+        """Updates applied by this rank, -1 before the training begins."""
+        return self._applied if self._begun else SETUP_STEP
+
+    @property
+    def start(self) -> list[Any]:
+        """Random state at the top of the script, for the set-up record."""
+        return list(self._start)
+
+    def state_at(self, step: int) -> ReplicaState:
+        """What replicas hold at the end of update `step`, of what the script had made by then."""
+        models, optimizers = self._extent.get(step, (len(self.regions.models), len(self.regions.optimizers)))
+        return self._state(models, optimizers)
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state(len(self.regions.models), len(self.regions.optimizers))
+
+    def _state(self, models: int, optimizers: int) -> ReplicaState:
+        return ReplicaState.of(
+            {f"model{i}": one for i, one in enumerate(self.regions.models[:models])},
+            {f"optimizer{i}": one for i, one in enumerate(self.regions.optimizers[:optimizers])},
+            {},
+            lambda: self._unowned(models, optimizers),
+        )
+
+    def _unowned(self, models: int, optimizers: int) -> dict[str, torch.Tensor]:
+        """Trained parameters of modules that the script has not called (only their children, or methods)."""
+        owned = {id(p) for model in self.regions.models[:models] for p in model.parameters()}
+        return {
+            f"optimizer{i}.{place}": parameter
+            for i, optimizer in enumerate(self.regions.optimizers[:optimizers])
+            for place, parameter in optimized(optimizer)
+            if id(parameter) not in owned
+        }
+
+    def at(self, phase: str) -> None:
+        """Fire an injected fault that is due here."""
+        if self._begun:
+            self._runtime.injector.at(phase, self._applied)
+
+    # --- the way in -------------------------------------------------------------------------------
+
+    def load(self, blob: bytes, segments: list[bytes], target: int) -> None:
+        """A newcomer: the way to update `target` is now known as far as that."""
+        self._memory = memory = Memory.decode(blob)
+        self._target = target
+        self.tape.load(segments, memory.tape)
+        self.boundary.load_draws()
+        self.boundary.mode = Mode.FORWARD
+
+    def blob(self, plan: Plan) -> bytes:
+        """The sidecar with which a newcomer enters by this plan."""
+        return join.memory_of(self._runtime, plan)[0]
+
+    def begin_as(self, start: list[Any]) -> None:
+        """A newcomer, before the script starts: random state as the failed rank had it there."""
+        self._start = randomness.State._make(start)
+        randomness.restore(self._start)
+        self.boundary.settle_draws()
+
+    @property
+    def last_body(self) -> bool:
+        """A newcomer is between the last update before its entry's and that one."""
+        return self._memory is not None and self._applied >= self._memory.step - 1
+
+    def _begin(self) -> None:
+        """The first region of the training: set-up is over."""
+        runtime = self._runtime
+        if not dist.is_initialized() and runtime.world_size > 1:
+            self.boundary.begin = self._begin
+            return
+        if self.boundary.mode is Mode.FORWARD:
+            self._begun = True
+            if self._target == 0 and not join.join(runtime, self, 0):
+                self._follow()
+            return
+        runtime.publisher.publish(SETUP_STEP, join.encode_setup(runtime))
+        self._publish(0)
+        self.scalars[0] = self.state.scalars()
+        self._extent[0] = (len(self.regions.models), len(self.regions.optimizers))
+        with runtime.gate:  # a recovery must see set-up or step 0, nothing in between
+            self._begun = True
+            runtime.journal.step = 0
+        runtime.setup_done()
+        self._begin_step(0)
+        self.at("between")
+
+    def _follow(self) -> None:
+        """The survivors have gone on since this newcomer was started: its way is longer."""
+        plan = self._runtime.wait_plan()
+        blob, segments = join.memory_of(self._runtime, plan)
+        self.load(blob, segments, plan.step)
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def on_backward(self, roots: list[torch.Tensor]) -> None:
+        """The two-line API's hook; `before_backward` does it here."""
+
+    def before_backward(self, roots: list[torch.Tensor]) -> bool:
+        """At the start of every backward pass of the script. Returns whether it is to be run."""
+        self._backwards += 1
+        if self.boundary.mode is Mode.LIVE:
+            self._losses += [root.detach().clone() for root in _small(roots)]
+            if self._begun and ddp.will_synchronize():
+                self._publish(self._applied + 1)
+            return True
+        return self.last_body and ddp.present()
+
+    def after_stubbed_backward(self, roots: list[torch.Tensor]) -> None:
+        """A newcomer, at the end of every backward pass on its way."""
+        memory = self._memory
+        if memory is not None and self._backwards == memory.backwards:
+            self._become(memory, _small(roots))
+
+    def _publish(self, step: int) -> None:
+        runtime = self._runtime
+        end, closed = self.tape.seal()
+        if closed is not None:
+            runtime.publisher.publish_segment(end.segments - 1, closed)
+        memory = Memory(
+            step,
+            self._backwards,
+            randomness.capture(),
+            end,
+            self._losses,
+            [one.changed() for one in self._buffers],
+            {},
+            {},
+            self.passes.states(),
+            self.passes.own_generators(),
+        )
+        runtime.publisher.publish(step, memory.encode())
+        self._published = True
+
+    def _become(self, memory: Memory, roots: list[torch.Tensor]) -> None:
+        """A newcomer at its last backward pass: take over what only the failed rank knew."""
+        boundary = self.boundary
+        if self.tape.left:
+            boundary.fail(f"{self.tape.left} recorded values were not asked for on the way to update {self._target}")
+        with torch.no_grad():
+            for root, loss in zip(reversed(roots), reversed(memory.losses), strict=False):
+                if root.shape == loss.shape:
+                    root.data.copy_(loss)
+        if len(memory.buffers) != len(self._buffers):
+            boundary.fail(f"{len(self._buffers)} models were called here, {len(memory.buffers)} by the failed rank")
+        for buffers, values in zip(self._buffers, memory.buffers, strict=True):
+            buffers.restore(values)
+        odd = self.passes.restore(memory.passes, memory.own)
+        if odd:
+            boundary.fail(f"{len(odd)} passes over loaders are not over here, but were in the failed rank")
+        randomness.restore(memory.random)
+        boundary.mode = Mode.WINDOW
+        boundary.settle_draws()
+
+    # --- updates ----------------------------------------------------------------------------------
+
+    def on_update(self, optimizer: Optimizer, update: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of optimizer.step()."""
+        boundary, runtime = self.boundary, self._runtime
+        nested = boundary.inside > 0  # in a gradient scaler's region
+        if not nested:
+            boundary.enter()
+        try:
+            if boundary.mode is not Mode.LIVE:
+                return self._stubbed_update(optimizer)
+            if any(callable(argument) for argument in (*args, *kwargs.values())):
+                self._unprotect("optimizer.step(closure) runs backward passes inside the update")
+                return update(*args, **kwargs)
+            number = self._applied
+            self.at("optimizer")
+            before = randomness.capture() if number < _LATE_CHECKS else None
+            with runtime.gate:
+                result = update(*args, **kwargs)
+                self._commit()
+            if before is not None and before != randomness.capture():
+                self._unprotect("the optimizer draws random numbers in its update")
+            runtime.injector.at("commit", number)
+            return result
+        finally:
+            if not nested:
+                boundary.leave()
+
+    def _commit(self) -> None:
+        """The update is applied. Runs inside the commit gate."""
+        step = self._applied = self._applied + 1
+        self.scalars[step] = self.state.scalars()
+        self.scalars.pop(step - 3, None)
+        self._extent[step] = (len(self.regions.models), len(self.regions.optimizers))
+        self._extent.pop(step - 3, None)
+        self._begin_step(step)
+        self._runtime.progress(step)
+
+    def _begin_step(self, step: int) -> None:
+        self._losses = []
+        self._published = False
+        self._runtime.journal.step = step
+        self._runtime.injector.step_begins(step, self._runtime.journal)
+
+    def _stubbed_update(self, optimizer: Optimizer) -> None:
+        """A newcomer's optimizer.step(): the place where it becomes live, if its step has come."""
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # for the scheduler's order check
+        step = self._applied + 1
+        if step < self._target:
+            self._applied = step
+            return
+        if self.boundary.mode is not Mode.WINDOW:
+            self.boundary.fail(f"update {step} comes before its backward pass")
+        self._applied = step
+        state = randomness.capture()
+        if join.join(self._runtime, self, step):
+            randomness.restore(state)
+            self.boundary.settle_draws()
+        else:
+            self._follow()
+
+    def entered(self, step: int, blob: bytes, scalars: bytes) -> None:
+        """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
+        memory = Memory.decode(blob)
+        if step == 0:
+            randomness.restore(memory.random)
+            self.boundary.settle_draws()
+        self._memory = None
+        self.boundary.mode = Mode.LIVE
+        self._runtime.journal.step = step
+        self.scalars = {step: scalars}
+        self._extent = {step: (len(self.regions.models), len(self.regions.optimizers))}
+        self._begin_step(step)
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def model_found(self, model: torch.nn.Module) -> None:
+        """A model was called for the first time."""
+        self._buffers.append(LocalBuffers(model))
+        if self._runtime.injector.wants("backward") and self.boundary.mode is Mode.LIVE:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if parameters:
+                parameters[len(parameters) // 2].register_hook(lambda _: self.at("backward"))
+
+    def _unprotect(self, reason: str) -> None:
+        """A failure could not be healed from here on; the training goes on."""
+        runtime = self._runtime
+        if not runtime.unprotected:
+            runtime.unprotected = reason
+            runtime.journal.set_budget(0)
+            runtime.send(Notice("warning", f"not protected: {reason}"))
+
+    def _give_up(self, reason: str) -> NoReturn:
+        script = sys.argv[0] if sys.argv else "the script"
+        self._runtime.send(Unprotected(f"{script} cannot be followed to the step of the failure: {reason}"))
+        self._runtime.wait_for_end()
+        raise Diverged(reason)
+
+
+def _small(roots: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [root for root in roots if root.numel() <= 64]

@@ -1,0 +1,116 @@
+"""The structure of a batch or of a model's output: tensors by dtype and shape, everything else by value.
+
+`describe` turns it into plain data for the tape, `stub` makes something of the same structure again, with zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpwrap.engine import encoding
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
+
+
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
+_MADE: dict[str, Any] = {name: kind for kind, name in _SEQUENCES.items()}
+
+
+class Indescribable(TypeError):
+    """The structure holds an object that cannot be made again elsewhere."""
+
+
+def describe(value: Any) -> Any:
+    """Plain data for `stub`. Raises Indescribable."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise Indescribable(f"a {value.layout} tensor")
+        return ("tensor", encoding.dtype_name(value.dtype), list(value.shape), value.requires_grad, str(value.device))
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return ("plain", value)
+    if kind in _SEQUENCES:
+        return (_SEQUENCES[kind], [describe(v) for v in value])
+    if kind is dict:
+        return ("dict", [(describe(k), describe(v)) for k, v in value.items()])
+    name = (kind.__module__, kind.__qualname__)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return ("named", *name, [describe(v) for v in value])
+    items = [(describe(k), describe(v)) for k, v in value.items()] if isinstance(value, Mapping) else None
+    if hasattr(value, "__dict__") and "<locals>" not in name[1] and not isinstance(value, (type, torch.nn.Module)):
+        mapping = items if isinstance(value, dict) else None
+        return ("object", *name, mapping, [(k, describe(v)) for k, v in vars(value).items()])
+    raise Indescribable(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def stub(description: Any) -> Any:
+    """Something of the structure that `describe` saw; tensors are zeros. Raises Indescribable."""
+    code, *rest = description
+    if code == "tensor":
+        dtype, shape, requires_grad, device = rest
+        tensor = torch.zeros(shape, dtype=encoding.dtype_of(dtype), device=device)
+        return tensor.requires_grad_() if requires_grad else tensor
+    if code == "plain":
+        return rest[0]
+    if code == "dict":
+        return {stub(k): stub(v) for k, v in rest[0]}
+    if code in _MADE:
+        return _MADE[code](stub(v) for v in rest[0])
+    module, qualname, *content = rest
+    kind: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        kind = getattr(kind, part, None)
+    if not isinstance(kind, type):
+        raise Indescribable(f"{module}.{qualname}, which is not there")
+    if code == "named":
+        return kind(*(stub(v) for v in content[0]))
+    made: Any = object.__new__(kind) if content[0] is None else kind.__new__(kind)  # type: ignore[call-overload]
+    items, attributes = content
+    if items is not None:
+        for key, value in items:
+            dict.__setitem__(made, stub(key), stub(value))
+    vars(made).update({name: stub(value) for name, value in attributes})
+    return made
+
+
+class Table:
+    """Descriptions by number: most batches of a training have the same structure, and only its number is recorded."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._known: list[Any] = []
+
+    def number(self, value: Any) -> Any:
+        """The description's number, with the description where it is new. Raises Indescribable."""
+        description = describe(value)
+        try:
+            key = encoding.encode(description)
+        except TypeError as error:
+            raise Indescribable(str(error)) from None
+        if len(key) > _LONGEST:
+            return (-1, description)
+        number = self._numbers.get(key)
+        if number is not None:
+            return number
+        self._numbers[key] = len(self._numbers)
+        return (self._numbers[key], description)
+
+    def look_up(self, recorded: Any) -> Any:
+        """The description that `number` gave this for."""
+        if isinstance(recorded, int):
+            return self._known[recorded]
+        number, description = recorded
+        if number >= 0:
+            key = encoding.encode(description)
+            self._numbers[key] = number
+            self._known.append(description)
+        return description
+
+
+_LONGEST = 2048
+"""bytes; a longer description holds values (texts, say) that hardly come twice"""
