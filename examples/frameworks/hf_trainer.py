@@ -53,7 +53,9 @@ def main() -> None:
     text = b"".join(file.read_bytes() for file in files)[: (options.samples + 48) * window]
     split = options.samples * window
 
-    config = GPT2Config(vocab_size=256, n_positions=window, n_embd=48, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=window, n_embd=48, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     arguments = TrainingArguments(
         output_dir=options.output_dir,
         num_train_epochs=options.epochs,

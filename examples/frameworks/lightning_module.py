@@ -69,7 +69,10 @@ class DigitsData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         images, labels = load_digits(return_X_y=True)
         inputs, targets = torch.from_numpy(images / 16).float().view(-1, 1, 8, 8), torch.from_numpy(labels).long()
-        self.train, self.validation = TensorDataset(inputs[:500], targets[:500]), TensorDataset(inputs[1500:], targets[1500:])
+        self.train, self.validation = (
+            TensorDataset(inputs[:500], targets[:500]),
+            TensorDataset(inputs[1500:], targets[1500:]),
+        )
 
     def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
         return DataLoader(self.train, self.batch_size, shuffle=True, num_workers=self.workers)
