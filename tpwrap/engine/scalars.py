@@ -107,7 +107,7 @@ def pack_object(name: str, value: Any, refused: Refused, inside: tuple[int, ...]
     if len(packed) != len(items):
         rest = {k: v for k, v in items.items() if k not in packed and not _is_code(v)}
         for key, item in rest.items():
-            within = vars(value).get(key) is item and id(item) not in inside
+            within = getattr(value, key, None) is item and id(item) not in inside
             if within and hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
                 parts[key] = pack_object(f"{name}/{key}", item, refused, (*inside, id(value)))
         _refuse(name, rest, parts, refused)
