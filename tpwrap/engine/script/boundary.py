@@ -7,11 +7,12 @@ tape. Only the thread that runs the script is observed.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from tpwrap.engine import randomness
@@ -95,15 +96,22 @@ class Boundary:
 
         @functools.wraps(function)
         def quiet(*args: Any, **kwargs: Any) -> Any:
-            if not self.outside:
+            with self.aside():
                 return function(*args, **kwargs)
-            self.inside += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.inside -= 1
 
         return quiet
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done meanwhile is not the script's."""
+        if not self.outside:
+            yield
+            return
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
 
     # --- regions ----------------------------------------------------------------------------------
 

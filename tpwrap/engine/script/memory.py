@@ -1,4 +1,4 @@
-"""What only one rank knows at a publication, in the form in which its buddies keep it: the sidecar of a script as it is.
+"""What only one rank knows at a publication, in the form in which buddies keep it: the sidecar of a script as it is.
 
 Compare `tpwrap.engine.sidecar.Sidecar`, which serves the two-line API.
 """

@@ -38,7 +38,7 @@ _NOT_OUTPUT = ("/dev", "/proc", "/sys")
 _OUR_THREADS = ("torchpass-", "sidecar")
 
 _open, _stat, _abspath, _now, _clock = io.open, os.stat, os.path.abspath, datetime.now, time.time
-_isdir, _mkdir, _unlink = os.path.isdir, os.mkdir, os.unlink
+_isdir, _mkdir, _rmdir, _unlink = os.path.isdir, os.mkdir, os.rmdir, os.unlink
 
 _REMOVE = ("remove", "unlink", "rmdir", "removedirs", "rmtree")
 _MOVE = ("rename", "renames", "replace", "move")
@@ -51,23 +51,16 @@ _CHANGES: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
 )
 
 
-class _Save(NamedTuple):
-    """A function that saves as a whole. target: which argument is the file, by position and name."""
-
-    name: str
-    position: int
-    target: str
-
-
-_SAVES = {
-    "torch": [_Save("save", 1, "f")],
-    "torch.jit": [_Save("save", 1, "f")],
-    "numpy": [_Save(name, 0, "file") for name in ("save", "savez", "savez_compressed")]
-    + [_Save("savetxt", 0, "fname")],
-    "safetensors.torch": [_Save("save_file", 1, "filename"), _Save("save_model", 1, "filename")],
-    "safetensors.numpy": [_Save("save_file", 1, "filename")],
+_SAVES: dict[str, dict[str, tuple[int, str]]] = {
+    "torch": {"save": (1, "f")},
+    "torch.jit": {"save": (1, "f")},
+    "numpy": {"save": (0, "file"), "savez": (0, "file"), "savez_compressed": (0, "file"), "savetxt": (0, "fname")},
+    "safetensors.torch": {"save_file": (1, "filename"), "save_model": (1, "filename")},
+    "safetensors.numpy": {"save_file": (1, "filename")},
 }
+"""functions that save as a whole, by module; for each the argument that is the file, by position and name"""
 _COLLECTIVE_SAVES = {"torch.distributed.checkpoint": ("save", "async_save", "save_state_dict")}
+"""the same, and all ranks take part, so a fast-forward never runs them, whatever they write to"""
 
 
 class Muted(NamedTuple):
@@ -110,6 +103,8 @@ class Outputs:
         self._calls: Counter[str] = Counter()
         self._event_writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._temporary: list[str] = []
+        self._made: list[str] = []
+        """directories, in a fast-forward"""
         self._engine = threading.local()
         self._pid = self._thread = 0
 
@@ -118,13 +113,16 @@ class Outputs:
     def install(self, live: bool = False) -> None:
         """Before the script starts. live: in a rank that runs for real, where only sizes are recorded."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._patches.everywhere([(_open, self._replaced_open()), *([] if live else self._replaced_changes())])
+        pairs = [(_open, self._replaced_open()), *([] if live else self._replaced_changes())]
         if hasattr(sys.modules.get("pathlib"), "_NormalAccessor"):  # Python 3.10 has taken them into a class
             self._patch_accessor(live)
-        for module, saves in _SAVES.items():
-            self._patches.when_imported(module, functools.partial(self._replace_saves, saves))
-        for module, names in _COLLECTIVE_SAVES.items():
-            self._patches.when_imported(module, functools.partial(self._replace_collective_saves, names))
+        for name in (*_SAVES, *_COLLECTIVE_SAVES):
+            # All that is there already in one go: the newcomer is waited for.
+            if name in sys.modules:
+                pairs += self._replaced_saves(sys.modules[name])
+            else:
+                self._patches.when_imported(name, lambda module: self._patches.everywhere(self._replaced_saves(module)))
+        self._patches.everywhere(pairs)
         self._patches.when_imported("tensorboard.summary.writer.event_file_writer", self._replace_event_writer)
         self._patches.when_imported("torch.utils.tensorboard.writer", self._replace_summary_writer)
         if not live:
@@ -241,12 +239,9 @@ class Outputs:
         writes = bool(set(mode) & set("wax+"))
         if path is None or (not writes and path not in self._files):
             return _open(file, mode, **options)
-        size = 0
-        if writes:
-            self._calls["open"] += 1
-            if set(mode) & set("ax+"):
-                size = self._size(path)
+        size = self._recorded_size(path) if set(mode) & set("ax+") else None
         opened = self._files.open(path, file, mode, size, options)
+        self._calls["open"] += writes
         _show_lines(opened, writes)
         return opened
 
@@ -255,7 +250,7 @@ class Outputs:
         if path is None:
             return _open(file, mode, **options)
         if set(mode) & set("ax+"):
-            self._size(path)
+            self._cross("size", lambda: virtual.size_of(path))
         try:
             opened = _open(file, mode, **options)
         except FileExistsError:
@@ -267,8 +262,11 @@ class Outputs:
             virtual.mark(opened.fileno())
         return opened
 
-    def _size(self, path: str) -> int:
-        return self._cross("size", lambda: virtual.size_of(path))
+    def _recorded_size(self, path: str) -> int | None:
+        """None where it is not on the record: another thread asks, or a library in a region."""
+        computed: list[None] = []
+        size = self._cross("size", lambda: computed.append(None) or 0)
+        return None if computed else size
 
     # --- functions that change the file system ----------------------------------------------------
 
@@ -299,8 +297,13 @@ class Outputs:
         source, target = paths[0], paths[-1]
         if name == "mkdir":
             # Missing here, where it was there for the failed rank: harmless, and what follows may need it.
-            return None if _isdir(source) else _mkdir(*args, **kwargs)
+            if not _isdir(source):
+                _mkdir(*args, **kwargs)
+                self._made.append(source)
+            return None
         self._calls[name] += 1
+        if name in (*_REMOVE, *_MOVE):
+            self._unmake(source, target)
         if name in _REMOVE:
             self._files.remove(source)
         elif name == "truncate":
@@ -316,6 +319,15 @@ class Outputs:
                 self._files.copy(source, target)
             return target if name in (*_COPY, "move") else None
         return None
+
+    def _unmake(self, source: str, target: str) -> None:
+        """A directory that only the fast-forward has made goes, for good or elsewhere."""
+        for made in reversed([path for path in self._made if path == source or path.startswith(source + os.sep)]):
+            self._made.remove(made)
+            with contextlib.suppress(OSError):  # something real is in it
+                _rmdir(made)
+                if made == source != target and not _isdir(target):
+                    _mkdir(target)
 
     def _changed_again(
         self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -356,21 +368,31 @@ class Outputs:
 
     # --- what libraries save ----------------------------------------------------------------------
 
-    def _replace_saves(self, saves: list[_Save], module: ModuleType) -> None:
-        for save in saves:
-            original = getattr(module, save.name, None)
-            if original is not None:
-                self._patches.everywhere([(original, self._save(f"{module.__name__}.{save.name}", original, save))])
+    def _replaced_saves(self, module: ModuleType) -> list[tuple[Any, Any]]:
+        place = module.__name__
+        found = [
+            (name, getattr(module, name, None)) for name in (*_SAVES.get(place, ()), *_COLLECTIVE_SAVES.get(place, ()))
+        ]
+        return [
+            (
+                original,
+                self._save(place, name, original) if place in _SAVES else self._collective_save(place, name, original),
+            )
+            for name, original in found
+            if original is not None
+        ]
 
-    def _save(self, kind: str, original: Callable[..., Any], save: _Save) -> Callable[..., Any]:
+    def _save(self, place: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        position, named = _SAVES[place][name]
+
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            target = args[save.position] if len(args) > save.position else kwargs.get(save.target)
+            target = args[position] if len(args) > position else kwargs.get(named)
             # Into an object (a BytesIO, an open file) it runs in the fast-forward, too: the script goes on with that.
             if self._is(_MUTED) and isinstance(target, (str, bytes, os.PathLike)):
                 path = self._path(target)
                 if path is not None:
-                    self._calls[kind] += 1
+                    self._calls[f"{place}.{name}"] += 1
                     self._files.remove(path)
                     return None
             with self._saving():
@@ -378,20 +400,12 @@ class Outputs:
 
         return function
 
-    def _replace_collective_saves(self, names: tuple[str, ...], module: ModuleType) -> None:
-        """All ranks take part in them, so a fast-forward never runs them, whatever they write to."""
-        for name in names:
-            original = getattr(module, name, None)
-            if original is not None:
-                replacement = self._collective_save(f"{module.__name__}.{name}", original, name == "async_save")
-                self._patches.everywhere([(original, replacement)])
-
-    def _collective_save(self, kind: str, original: Callable[..., Any], returns_future: bool) -> Callable[..., Any]:
+    def _collective_save(self, place: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
             if self._is(_MUTED):
-                self._calls[kind] += 1
-                if not returns_future:
+                self._calls[f"{place}.{name}"] += 1
+                if not name.startswith("async"):
                     return None
                 done: Future[None] = Future()
                 done.set_result(None)

@@ -28,7 +28,10 @@ class Patches:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in _LEFT_ALONE:
                 continue
-            for key, value in list(getattr(module, "__dict__", {}).items()):
+            names = getattr(module, "__dict__", {})
+            if replacements.keys().isdisjoint(map(id, list(names.values()))):
+                continue
+            for key, value in list(names.items()):
                 if id(value) in replacements:
                     self.put(module, key, replacements[id(value)][1])
 

@@ -9,6 +9,7 @@ variables), at the end of that update what replicas hold (weights, optimizer sta
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +25,7 @@ from tpwrap.engine.scalars import optimized
 from tpwrap.engine.script import crossings, shapes
 from tpwrap.engine.script.boundary import Boundary, Mode
 from tpwrap.engine.script.memory import Memory
+from tpwrap.engine.script.outputs import Outputs
 from tpwrap.engine.script.passes import Passes
 from tpwrap.engine.script.regions import Regions
 from tpwrap.engine.script.tape import Diverged, Tape
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 
 _LATE_CHECKS = 20
 """updates in which the engine looks whether the optimizer itself draws random numbers"""
+
+
+_AHEAD = 3
+"""updates after its entry at which a newcomer has done all that the failed rank can have done"""
 
 
 class Script:
@@ -66,9 +72,13 @@ class Script:
         self._target = 0
         self._start = randomness.capture()
         """random state at the top of the script"""
+        self._entry = 0
+        """the update at which this newcomer entered"""
         self.boundary.begin = self._begin
         if not runtime.live:
             self.boundary.mode = Mode.FORWARD
+        self.outputs = Outputs(self._ask_of_output, self.boundary.aside, os.environ.get("TORCHPASS_RUN_DIR"))
+        self.outputs.install(live=runtime.live)
         crossings.install(self.boundary)
         self.passes.install()
         self.regions.install()
@@ -80,6 +90,7 @@ class Script:
         if self._applied:
             return False
         self.boundary.mode = Mode.OFF
+        self.outputs.uninstall()
         return True
 
     @property
@@ -273,6 +284,8 @@ class Script:
         self.scalars.pop(step - 3, None)
         self._extent[step] = (len(self.regions.models), len(self.regions.optimizers))
         self._extent.pop(step - 3, None)
+        if step == self._entry + _AHEAD:
+            self.outputs.caught_up()
         self._begin_step(step)
         self._runtime.progress(step)
 
@@ -306,13 +319,19 @@ class Script:
             randomness.restore(memory.random)
             self.boundary.settle_draws()
         self._memory = None
+        self._entry = step
         self.boundary.mode = Mode.LIVE
+        self.outputs.go_live()
         self._runtime.journal.step = step
         self.scalars = {step: scalars}
         self._extent = {step: (len(self.regions.models), len(self.regions.optimizers))}
         self._begin_step(step)
 
     # --- helpers ----------------------------------------------------------------------------------
+
+    def _ask_of_output(self, kind: str, compute: Callable[[], Any]) -> Any:
+        """What the output layer wants to know of the failed rank's files."""
+        return self.boundary.cross("f", compute, 0) if self.boundary.outside else compute()
 
     def model_found(self, model: torch.nn.Module) -> None:
         """A model was called for the first time."""

@@ -178,17 +178,20 @@ class VirtualFiles:
     def __contains__(self, path: str) -> bool:
         return path in self._contents
 
-    def open(self, path: str, name: Any, mode: str, size: int, options: dict[str, Any]) -> IO[Any]:
+    def open(self, path: str, name: Any, mode: str, size: int | None, options: dict[str, Any]) -> IO[Any]:
         """As io.open(name, mode, **options), in memory. size: of the file when the failed rank opened it, -1 if it was
-        not there (only for the modes "a", "x" and "r+").
+        not there (only for the modes "a", "x" and "r+"); None where nobody knows: then it is as the fast-forward has it,
+        or else as it is on disk.
 
         Raises what open would raise, and OutputsError for what is not kept.
         """
         kind = mode.replace("b", "").replace("t", "").replace("U", "")
         content = self._contents.get(path)
-        if "r" in kind and content is None and size < 0:
+        if size is None and content is None:
+            size = size_of(path) if kind != "x" else -1
+        if "r" in kind and content is None and size == -1:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        if "x" in kind and size >= 0:
+        if "x" in kind and (content is not None if size is None else size >= 0):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -199,9 +202,9 @@ class VirtualFiles:
         if content.holes and (kind[0] == "r" or kind == "a+"):
             raise OutputsError(f"{path} is read again, and it had more than {KEPT >> 20} MB")
         source = content.fd
-        if kind[0] == "a":
+        if kind[0] == "a" and size is not None:
             _go_on_later(path, content, max(size, 0))
-        elif kind == "r+" and path not in self._contents:
+        elif kind == "r+" and size is not None and path not in self._contents:
             content.extend(path, size)
             content.anchor = size
         elif kind[0] in "wx":
