@@ -1,7 +1,7 @@
 """What a script writes, muted in the fast-forward and continued at the entry.
 
-Each test runs the same little script twice in this process: as the failed rank, which records, and as the newcomer, which
-is muted up to the entry. What is on disk afterwards must be what one undisturbed run leaves there.
+Each test runs the same little script twice in this process: as the failed rank, which records, and as the newcomer,
+which is muted up to the entry. What is on disk afterwards must be what one undisturbed run leaves there.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fail_over(script: Script, entry: int, death: int, last: int = 5) -> Muted:
-    """A rank that is lost after `death`, and its newcomer, which enters at `entry` and goes on to `last`. The entries of
-    the tape after `entry` are not known to the newcomer."""
+    """A rank that is lost after `death`, and its newcomer, which enters at `entry` and goes on to `last`. The entries
+    of the tape after `entry` are not known to the newcomer."""
     tape = Tape()
     failed = Outputs(cross=tape)
     failed.install(live=True)
@@ -108,6 +108,11 @@ def tree(place: Path) -> dict[str, bytes]:
     }
 
 
+def clear(place: Path) -> None:
+    for path in place.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def check(place: Path, script: Script, entry: int = 2, death: int = 4, last: int = 5) -> Muted:
     """The directory after the failover is that after an undisturbed run."""
 
@@ -115,12 +120,12 @@ def check(place: Path, script: Script, entry: int = 2, death: int = 4, last: int
         if step == last:
             raise Died
 
+    clear(place)
     with pytest.raises(Died):
         script(stop)
     gc.collect()
     undisturbed = tree(place)
-    for path in place.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    clear(place)
     found = fail_over(script, entry, death, last)
     assert tree(place) == undisturbed
     return found
@@ -223,9 +228,9 @@ def test_times_of_day_may_differ(place: Path) -> None:
 
 def test_binary(place: Path) -> None:
     def script(done: Callable[[int], None]) -> None:
-        with open("data", "wb") as data, gzip.open("data.gz", "wt") as packed:
-            packed.mtime = 0  # type: ignore[attr-defined]
+        with open("data", "wb") as data, gzip.GzipFile("data.gz", "wb", mtime=0) as packed:
             for step in range(6):
+                packed.write(b"%d" % step * 1000)
                 data.write(bytes([step]) * 10_000)
                 np.full(7, step).tofile(data)
                 np.save(data, np.full(5, step))
@@ -528,9 +533,12 @@ def test_distributed_checkpoint_is_muted(place: Path) -> None:
 
 def test_tensorboard_goes_on_in_the_file_of_the_failed_rank(place: Path) -> None:
     pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.summary.writer import event_file_writer
     from torch.utils.tensorboard import SummaryWriter
 
     def script(done: Callable[[int], None]) -> None:
+        event_file_writer._global_uid = type(event_file_writer._global_uid)(0)  # as in a process of its own
         writer = SummaryWriter()
         for step in range(6):
             writer.add_scalar("loss", step / 7, step)
@@ -540,8 +548,6 @@ def test_tensorboard_goes_on_in_the_file_of_the_failed_rank(place: Path) -> None
 
     fail_over(script, 2, 4)
     [file] = Path("runs").rglob("events*")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
     events = list(EventFileLoader(str(file)).Load())
     assert [event.step for event in events] == [0, 0, 1, 2, 3, 4, 5]
 

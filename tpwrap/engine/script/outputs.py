@@ -264,8 +264,13 @@ class Outputs:
 
     def _recorded_size(self, path: str) -> int | None:
         """None where it is not on the record: another thread asks, or a library in a region."""
-        computed: list[None] = []
-        size = self._cross("size", lambda: computed.append(None) or 0)
+        computed = []
+
+        def compute() -> int:
+            computed.append(True)
+            return 0
+
+        size = self._cross("size", compute)
         return None if computed else size
 
     # --- functions that change the file system ----------------------------------------------------

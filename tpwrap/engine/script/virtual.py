@@ -180,8 +180,8 @@ class VirtualFiles:
 
     def open(self, path: str, name: Any, mode: str, size: int | None, options: dict[str, Any]) -> IO[Any]:
         """As io.open(name, mode, **options), in memory. size: of the file when the failed rank opened it, -1 if it was
-        not there (only for the modes "a", "x" and "r+"); None where nobody knows: then it is as the fast-forward has it,
-        or else as it is on disk.
+        not there (only for the modes "a", "x" and "r+"); None where nobody knows: then it is as the fast-forward has
+        it, or else as it is on disk.
 
         Raises what open would raise, and OutputsError for what is not kept.
         """
