@@ -206,6 +206,33 @@ def test_what_only_the_newcomer_holds_is_dropped() -> None:
     assert not any(made[1][1].state.values())
 
 
+def test_what_is_allocated_lives_where_the_replica_keeps_it() -> None:
+    """Counters on the CPU, all else beside the parameter, whatever its shape (a device without memory stands for one
+    with)."""
+    states = []
+    for _ in range(2):
+        model = nn.Conv2d(3, 4, 2, device="meta").to(memory_format=torch.channels_last)
+        states.append(ReplicaState.of({"net": model}, {"opt": torch.optim.Adafactor(model.parameters())}, {}))
+    source, newcomer = states
+    weight = source.models["net"].weight
+    source.optimizers["opt"].state[weight] = {
+        "step": torch.tensor(3.0),
+        "row_var": torch.empty(4, 1, device="meta"),
+        "momentum": torch.empty_like(weight),
+        "generation": torch.empty((), dtype=torch.int32, device="meta"),
+    }
+    newcomer.allocate(source.manifest())
+    made = newcomer.optimizers["opt"].state[newcomer.models["net"].weight]
+    assert {key: value.device.type for key, value in made.items()} == {
+        "step": "cpu",
+        "row_var": "meta",
+        "momentum": "meta",
+        "generation": "meta",
+    }
+    assert made["momentum"].stride() == weight.stride()
+    assert newcomer.manifest() == source.manifest()
+
+
 def with_tensors(**tensors: torch.Tensor) -> ReplicaState:
     return ReplicaState.of({}, {}, {}, lambda: tensors)
 

@@ -51,7 +51,7 @@ def pack_optimizer(name: str, optimizer: torch.optim.Optimizer, refused: Refused
             values = {}
             for key, value in own.items():  # no comprehension: a call for every parameter
                 if not isinstance(value, tensor):
-                    values[key] = value
+                    values[key] = value  # noqa: PERF403
             if values:
                 entries[f"{g}.{p}"] = packed = encoding.packed_items(dict(sorted(values.items())))
                 if len(packed) != len(values):

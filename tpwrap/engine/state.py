@@ -149,11 +149,12 @@ class ReplicaState:
                 what = "is missing here" if have is None else f"is {list(have.shape)} {have.dtype} here"
                 raise StateError(f"{name} {what}, but {shape} {dtype} on its replicas")
             state, parameter = parameters[place]
+            kind, device = encoding.dtype_of(dtype), parameter.device if beside else torch.device("cpu")
             if shape == list(parameter.shape):
-                made = torch.empty_like(parameter, dtype=encoding.dtype_of(dtype), requires_grad=False)
+                made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
             else:
-                made = torch.empty(shape, dtype=encoding.dtype_of(dtype), device=parameter.device)
-            state[parameter][key] = made if beside else made.cpu()
+                made = torch.empty(shape, dtype=kind, device=device)
+            state[parameter][key] = made
         for name in mine.keys() - wanted:
             place, _, key = name.rpartition("/")
             if place not in parameters:
