@@ -19,6 +19,14 @@ step 20; training goes on at that step, and ends with the numbers of an undistur
 \b
   tpwrap --nodes 4 --spares 1 --inject 'node=1 step=20 phase=backward kill' python train.py --epochs 3
 \b
+Rehearse first: a few updates undisturbed and a few with a failure, both compared to the bit. Only if they are
+equal the real run starts. With =only nothing else is run. The script's files stay as they are:
+\b
+  tpwrap --nodes 4 --rehearse python train.py             tpwrap --nodes 4 --rehearse=only python train.py
+\b
+What is protected is said at the start, in lines with "protected" and "NOT protected"; with --strict the job
+ends there, or at the latest in its third step, if anything is not.
+\b
 COMMAND is what you would type without tpwrap: python train.py …, python -m pkg.train …, or a script that
 starts Python once. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the others are set as by torchrun. In
 train.py, two lines make it healable:
@@ -37,7 +45,7 @@ Output: each line of a rank appears with its number in front, and without it in 
 happened to the job is shown by: torchpass events RUN_DIR
 \b
 Exit codes: 0 all ranks have finished; 1 (or the script's own) the script failed, its traceback is shown once;
-2 wrong usage or configuration; 70 internal error, or states that should be equal are not; 75 too few spares
+2 wrong usage or configuration, or --strict; 70 internal error, or what should be equal is not; 75 too few spares
 and healthy slots are left; 76 the coordinator is lost; 130 Ctrl-C; 143 SIGTERM.
 """
 
@@ -45,7 +53,20 @@ and healthy slots are left; 76 the coordinator is lost; 130 Ctrl-C; 143 SIGTERM.
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-@click.command(context_settings={**_HELP, "allow_interspersed_args": False}, epilog=EPILOG)
+class _Run(click.Command):
+    """`--rehearse` alone means `--rehearse=run`: click would take the word after it for its value, which is COMMAND."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = {name for p in self.params if isinstance(p, click.Option) and p.is_flag for name in p.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("--"):
+            if args[at] == "--rehearse":
+                args[at] = "--rehearse=run"
+            at += 1 if "=" in args[at] or args[at] in flags else 2
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Run, context_settings={**_HELP, "allow_interspersed_args": False}, epilog=EPILOG)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
 @click.option("--nodes", "--nnodes", metavar="N", help="Nodes that train (default 1).")
 @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on each node (default 1).")
@@ -61,10 +82,17 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     "--inject",
     multiple=True,
     metavar="FAULT",
-    help="Rehearse a failure, e.g. 'rank=1 step=20 phase=backward kill'. Repeatable.",
+    help="Inject a failure, e.g. 'rank=1 step=20 phase=backward kill'. Repeatable.",
 )
-@click.option("--strict", is_flag=True, help="End the job if anything of the script is found not to be protected.")
 @click.option("--inject-file", metavar="FILE", help="Faults to inject, one a line.")
+@click.option("--strict", is_flag=True, help="End the job if anything of the script is found not to be protected.")
+@click.option(
+    "--rehearse",
+    type=click.Choice(["run", "only"]),
+    metavar="[=only]",
+    help="First run a few updates twice, once with a failure, and compare every bit.",
+)
+@click.option("--rehearse-steps", type=int, metavar="N", help="Updates in a rehearsal (default 6).")
 @click.option("--run-dir", metavar="DIR", help="Where events and sockets go (default: a new one in /tmp).")
 @click.option("--log-dir", metavar="DIR", help="Where the log files of ranks go (default: RUN_DIR/logs).")
 @click.option("--coordinator", metavar="NODE", help="Under Slurm: the node that decides (default: the batch host).")
@@ -73,7 +101,13 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 @click.option("--standalone", is_flag=True, hidden=True, help="Accepted from torchrun's command lines.")
 @click.version_option(tpwrap.__version__, prog_name="tpwrap")
 def run(
-    command: tuple[str, ...], config: str | None, standalone: bool, no_warm: bool, **options: Any
+    command: tuple[str, ...],
+    config: str | None,
+    standalone: bool,
+    no_warm: bool,
+    rehearse: str | None,
+    rehearse_steps: int | None,
+    **options: Any,
 ) -> None:
     """Run a distributed PyTorch training that survives the loss of ranks and nodes.
 
@@ -81,6 +115,7 @@ def run(
     step: same world size, same data, same bits.
     """
     from tpwrap.launch import config as sources
+    from tpwrap.launch import rehearsal
     from tpwrap.launch.command import check_other_python, recognise
     from tpwrap.launch.local import run_local
     from tpwrap.launch.slurm import run_slurm
@@ -94,6 +129,8 @@ def run(
     try:
         if not command:
             raise ConfigError("COMMAND is missing; for example: tpwrap --nodes 2 --spares 1 python train.py")
+        if rehearse is None and rehearse_steps is not None:
+            raise ConfigError("--rehearse-steps without --rehearse: there is no rehearsal")
         if "TORCHPASS_WORKER" in os.environ:
             raise ConfigError("TORCHPASS_WORKER is set: this is a rank of a job already; run tpwrap once")
         settings = sources.load(given, os.environ, Path.cwd(), config)
@@ -101,8 +138,17 @@ def run(
         check_other_python(recognised)
         task = step.read(os.environ) if step.is_task(os.environ) else None
         if task is None or (len(task.names) == task.tasks_per_node == 1 and "nodes" in settings.origin):
-            code = run_local(settings, sources.make_job(settings), recognised, os.environ)
+            job, code = sources.make_job(settings), 0
+            if rehearse is not None:
+                code = rehearsal.rehearse(settings, job, command, os.environ, rehearse_steps)
+            if code == 0 and rehearse != "only":
+                code = run_local(settings, job, recognised, os.environ)
         else:
+            if rehearse is not None:
+                raise ConfigError(
+                    "--rehearse works on one machine: before the job, on one node, run "
+                    "tpwrap --nproc-per-node N --rehearse=only COMMAND"
+                )
             code = run_slurm(settings, task, recognised, os.environ)
     except ConfigError as e:
         click.echo(f"tpwrap: {e}", err=True)
