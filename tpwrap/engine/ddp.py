@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed._composable_state import _get_module_state
 from torch.nn.parallel import DistributedDataParallel
 
 _instances: list[weakref.ref[Any]] = []
@@ -64,6 +65,17 @@ def will_synchronize() -> bool:
 def present() -> bool:
     """Whether the script trains with DDP."""
     return bool(_alive())
+
+
+def inside(module: torch.nn.Module) -> bool:
+    """Whether gradients of this module, or of a part of it, are synchronized by DDP."""
+    return any(isinstance(one, DistributedDataParallel) or _replicates(one) for one in module.modules())
+
+
+def _replicates(module: torch.nn.Module) -> bool:
+    """Whether `replicate(module)` was called: DDP from within the module's hooks."""
+    state = _get_module_state(module)
+    return state is not None and type(state).__name__ == "_ReplicateState"
 
 
 def _alive() -> list[Any]:

@@ -56,6 +56,11 @@ def is_script_file(name: str) -> bool:
 _script_files: dict[str, bool] = {}
 
 
+def follow(file: str) -> None:
+    """A library's file whose questions about files and clocks count as the script's."""
+    _script_files[file] = True
+
+
 def install(boundary: Boundary) -> None:
     """Observe the places where values come out."""
     _tensors(boundary)

@@ -84,10 +84,15 @@ class Passes:
         self._table = table
         self._count = 0
         self._alive: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-        self._original: Any = DataLoader.__iter__
+        self._originals: dict[type, Any] = {}
 
     def install(self) -> None:
-        original, passes = self._original, self
+        self.adopt(DataLoader)
+
+    def adopt(self, kind: type) -> None:
+        """Observe the passes over this kind of loader: DataLoader, or a subclass with an `__iter__` of its own."""
+        original, passes = kind.__iter__, self  # type: ignore[attr-defined]
+        self._originals[kind] = original
 
         def __iter__(self: Any) -> Any:
             if not passes.boundary.outside:
@@ -99,10 +104,11 @@ class Passes:
             passes._alive[made.number] = made
             return made
 
-        DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+        kind.__iter__ = __iter__  # type: ignore[attr-defined]
 
     def make(self, loader: Any) -> Iterator[Any]:
-        iterator: Iterator[Any] = self._original(loader)
+        original = next(self._originals[kind] for kind in type(loader).__mro__ if kind in self._originals)
+        iterator: Iterator[Any] = original(loader)
         return iterator
 
     def next(self, one: Pass) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as torch_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tpwrap.engine import ddp
 from tpwrap.engine.script import shapes
 from tpwrap.engine.script.boundary import Boundary, Mode
 
@@ -30,9 +31,12 @@ class Regions:
         self.schedulers: list[Any] = []
         self.scalers: list[Any] = []
         self.indescribable = ""
+        self.through = 0
+        """calls of wrappers (DDP) around code of the script's own"""
         self._boundary = boundary
         self._table = table
         self._script = script
+        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._has_parameters: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._zeros: dict[int, torch.Tensor] = {}
 
@@ -75,9 +79,7 @@ class Regions:
         try:
             if boundary.begin is not None:  # a trial run in set-up: like set-up, it runs for real everywhere
                 return call(module, *args, **kwargs)
-            if all(one is not module for one in self.models):
-                self.models.append(module)
-                self._script.model_found(module)
+            self.found(module)
             if boundary.mode is Mode.LIVE:
                 self._script.at("forward")
                 output = call(module, *args, **kwargs)
@@ -86,7 +88,7 @@ class Regions:
             if boundary.mode is Mode.WINDOW:
                 boundary.fail("a model is called between backward() and the end of optimizer.step()")
             description = self._table.look_up(boundary.cross("m", lambda: None, 0))
-            if self._script.last_body and torch.is_grad_enabled() and isinstance(module, DistributedDataParallel):
+            if self._script.last_body and torch.is_grad_enabled() and (self.through or ddp.inside(module)):
                 # The one pass that its reducer must see, so that its buckets are laid out as the survivors' are.
                 return call(module, *args, **kwargs)
             try:
@@ -95,6 +97,17 @@ class Regions:
                 boundary.fail(f"a model returns {error}")
         finally:
             boundary.leave()
+
+    def found(self, module: torch.nn.Module) -> None:
+        """A module of the script's own is called. One that is a part of another is known with that."""
+        if module not in self._known:
+            self._known.update(module.modules())
+            self.models.append(module)
+            self._script.model_found(module)
+
+    def see_through(self, module: torch.nn.Module, through: bool) -> None:
+        """Whether calls of a module with parameters are to be taken for the script's own code."""
+        self._has_parameters[module] = not through
 
     def _described(self, output: Any) -> Any:
         try:

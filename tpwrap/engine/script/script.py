@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from tpwrap import adapters
+from tpwrap.adapters.places import Places
 from tpwrap.control.messages import Notice, Plan, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp, join, randomness
@@ -27,6 +29,7 @@ from tpwrap.engine.script.boundary import Boundary, Mode
 from tpwrap.engine.script.memory import Memory
 from tpwrap.engine.script.outputs import Outputs
 from tpwrap.engine.script.passes import Passes
+from tpwrap.engine.script.patches import Patches
 from tpwrap.engine.script.regions import Regions
 from tpwrap.engine.script.tape import Diverged, Tape
 from tpwrap.engine.state import ReplicaState
@@ -82,6 +85,7 @@ class Script:
         crossings.install(self.boundary)
         self.passes.install()
         self.regions.install()
+        adapters.install(Places(self), Patches().when_imported)
         runtime.attach(self)
         runtime.injector.at("setup", SETUP_STEP)
 

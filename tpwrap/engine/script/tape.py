@@ -130,6 +130,7 @@ KINDS = {
     "u": "a random identifier",
     "s": "whether the scaler let the update through",
     "l": "a loaded checkpoint",
+    "a": "what a library found out",
 }
 """what the kinds of entries are, in the words of an error"""
 
