@@ -85,6 +85,17 @@ class Ready(Message, frozen=True):
     timings: dict[str, float]
 
 
+class Muted(Message, frozen=True):
+    """To the supervisor, which keeps it: so much has a newcomer that runs a script not printed up to its entry. Sent
+    before `Ready`.
+
+    lines: complete lines, of both streams. last: the last few of them, without their ends.
+    """
+
+    lines: int
+    last: list[bytes]
+
+
 class Resumed(Message, frozen=True):
     """The held collectives are completed (survivor) or the newcomer runs live."""
 
@@ -176,6 +187,7 @@ WorkerMessage: TypeAlias = (
     | CommError
     | Released
     | Ready
+    | Muted
     | Resumed
     | Progress
     | Injecting

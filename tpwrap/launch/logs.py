@@ -8,11 +8,14 @@ as they would without us.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from tpwrap.launch.repeats import Repeats
 
 _HIGH_WATER = 4 << 20
 _READ_SIZE = 1 << 16
@@ -25,7 +28,7 @@ class Writer:
     """Writes to file descriptors in order, in a thread. A descriptor that fails once is written no more."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
         self._relief: list[Callable[[], None]] = []
@@ -37,6 +40,10 @@ class Writer:
         with self._lock:
             self._pending += len(data)
         self._queue.put((fd, data))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Have `work` done in the thread once all that is queued now is written."""
+        self._queue.put(work)
 
     def when_relieved(self, callback: Callable[[], None]) -> bool:
         """If too much is queued: True, and `callback` is called (in the thread) when there is room again."""
@@ -54,6 +61,9 @@ class Writer:
     def _run(self) -> None:
         broken: set[int] = set()
         while (item := self._queue.get()) is not None:
+            if callable(item):
+                item()
+                continue
             fd, data = item
             if fd not in broken:
                 try:
@@ -79,13 +89,16 @@ class LogFiles:
         self._directory = directory
         self._open: dict[str, int] = {}
 
+    def path(self, name: str) -> Path:
+        return self._directory / f"{name}.log"
+
     def fd(self, name: str) -> int | None:
         """Descriptor of `name`.log, or None where it cannot be opened."""
         if name not in self._open:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._open[name] = os.open(self._directory / f"{name}.log", flags, 0o644)
+                self._open[name] = os.open(self.path(name), flags, 0o644)
             except OSError:
                 return None
         return self._open[name]
@@ -110,11 +123,32 @@ class Relay:
         self._writer = writer
         self._files = files
         self._buffer = b""
+        """of the line that the terminal has not seen"""
+        self._unlogged = b""
+        """of a line that may be one of the repeats"""
+        self._repeats = Repeats([])
+        self._held = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.closed = False
         os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._readable)
+        self._listen()
+
+    def hold(self) -> None:
+        """Read no more until `expect`: the worker waits when its pipe is full."""
+        self._held = True
+        if not self.closed:
+            self._loop.remove_reader(self._fd)
+
+    def expect(self, repeats: Repeats) -> None:
+        """From here on drop these lines, as long as they come."""
+        self._repeats = repeats
+        self._held = False
+        self._listen()
+
+    def _listen(self) -> None:
+        if not self.closed and not self._held:
+            self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
         """Take what is there now and stop."""
@@ -130,12 +164,8 @@ class Relay:
         self._read()
 
     def _resume(self) -> None:
-        def again() -> None:
-            if not self.closed:
-                self._loop.add_reader(self._fd, self._readable)
-
         try:
-            self._loop.call_soon_threadsafe(again)
+            self._loop.call_soon_threadsafe(self._listen)
         except RuntimeError:
             pass  # the loop is closed: the supervisor has ended
 
@@ -149,10 +179,12 @@ class Relay:
         if not data:
             self._end()
             return False
-        log = self._files.fd(self._labels.file)
-        if log is not None:
-            self._writer.write(log, data)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if self._repeats.expected:
+            lines = self._drop_repeats(lines, data)
+        else:
+            self._log(self._unlogged + data)
+            self._unlogged = b""
         shown = b"".join(self._show(line) for line in lines)
         if len(self._buffer) > _LONGEST_LINE:
             shown += self._take_partial()
@@ -164,6 +196,23 @@ class Relay:
             self._timer.cancel()
             self._timer = None
         return True
+
+    def _drop_repeats(self, lines: list[bytes], data: bytes) -> list[bytes]:
+        """Log what of `data` is new, and return what of `lines` is."""
+        *whole, self._unlogged = (self._unlogged + data).split(b"\n")
+        new = [not (self._repeats.expected and self._repeats.drop(line)) for line in whole]
+        self._log(b"".join(line + b"\n" for line in itertools.compress(whole, new)))
+        if len(self._unlogged) > _LONGEST_LINE:
+            self._repeats.stop()
+        if not self._repeats.expected:
+            self._log(self._unlogged)
+            self._unlogged = b""
+        return list(itertools.compress(lines, new))
+
+    def _log(self, data: bytes) -> None:
+        log = self._files.fd(self._labels.file) if data else None
+        if log is not None:
+            self._writer.write(log, data)
 
     def _flush(self) -> None:
         """A line that does not end (a progress bar): show how it looks now."""
@@ -188,5 +237,6 @@ class Relay:
         if self._timer is not None:
             self._timer.cancel()
         self._flush()
+        self._log(self._unlogged)
         self._loop.remove_reader(self._fd)
         os.close(self._fd)

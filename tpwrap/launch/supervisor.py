@@ -29,6 +29,7 @@ from tpwrap.control.messages import (
     Hello,
     Kill,
     Leaving,
+    Muted,
     Resumed,
     SetupDone,
     Shutdown,
@@ -48,6 +49,7 @@ from tpwrap.launch.logs import Labels, LogFiles, Relay, Writer
 from tpwrap.launch.node import NodeSpec
 from tpwrap.launch.nursery import Nursery
 from tpwrap.launch.reaper import Reaper
+from tpwrap.launch.repeats import Repeats, take_from
 from tpwrap.launch.worker import Worker, WorkerLink
 
 _START_ATTEMPTS = 3
@@ -382,6 +384,9 @@ class Supervisor:
             self._say(f"node {self.spec.node}: {worker.name} sent what is no message ({e}) and is killed")
             worker.kill()
             return
+        if isinstance(message, Muted):
+            self._expect_repeats(worker, message)
+            return
         slot = self.slots[worker.slot]
         if isinstance(message, WarmReady):
             worker.warm = True
@@ -394,6 +399,29 @@ class Supervisor:
             worker.leaving = True
         self._post(FromWorker(worker.slot, worker.name, message))
         self._fill(slot)
+
+    def _expect_repeats(self, worker: Worker, muted: Muted) -> None:
+        """The rank's log tells what it will print again. Until that is read, nothing that it prints is taken."""
+        log = self._files.path(worker.labels.file)
+        for relay in worker.relays:
+            relay.hold()
+
+        def expect(repeats: Repeats) -> None:
+            for relay in worker.relays:
+                relay.expect(repeats)
+
+        def read() -> None:
+            try:
+                lines = take_from(log, muted.lines, muted.last)
+            except OSError:
+                lines = []  # printed twice, then
+            try:
+                loop.call_soon_threadsafe(expect, Repeats(lines))
+            except RuntimeError:
+                pass  # the supervisor has ended
+
+        loop = asyncio.get_running_loop()
+        self._writer.then(read)
 
     def _post(self, message: FromWorker | WorkerExited | SlotFailed) -> None:
         if self._link is None:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import datetime
@@ -35,6 +35,8 @@ Cross = Callable[[str, Callable[[], Any]], Any]
 
 _OFF, _MUTED, _LIVE = "off", "muted", "live"
 _NOT_OUTPUT = ("/dev", "/proc", "/sys")
+_LAST = 3
+"""muted lines by which a supervisor finds the place in the log"""
 _OUR_THREADS = ("torchpass-", "sidecar")
 
 _open, _stat, _abspath, _now, _clock = io.open, os.stat, os.path.abspath, datetime.now, time.time
@@ -66,13 +68,12 @@ _COLLECTIVE_SAVES = {"torch.distributed.checkpoint": ("save", "async_save", "sav
 class Muted(NamedTuple):
     """What a fast-forward has not written.
 
-    lines: complete ones on both streams. stdout, stderr: of each. calls: muted calls by kind.
+    lines: complete ones on both streams. last: the last few of them, without their ends. calls: muted calls by kind.
     doubts: files that others write to as well, in which lines from between the entry and the failure can stand twice.
     """
 
     lines: int
-    stdout: int
-    stderr: int
+    last: list[bytes]
     calls: dict[str, int]
     doubts: list[str]
 
@@ -99,6 +100,7 @@ class Outputs:
         self._redoing = False
         self._patches = Patches()
         self._files = virtual.VirtualFiles()
+        self._heard = _Heard()
         self._ears: list[_Ear] = []
         self._calls: Counter[str] = Counter()
         self._event_writers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -129,7 +131,7 @@ class Outputs:
             for name in ("mkdtemp", "_mkstemp_inner"):
                 original = getattr(tempfile, name)
                 self._patches.put(tempfile, name, self._noting_temporary(original))
-            self._ears = [_Ear(sys.stdout), _Ear(sys.stderr)]
+            self._ears = [_Ear(sys.stdout, self._heard), _Ear(sys.stderr, self._heard)]
             for ear in self._ears:
                 ear.mute()
         self._state = _LIVE if live else _MUTED
@@ -140,8 +142,7 @@ class Outputs:
             writer.flush()
         for ear in self._ears:
             ear.flush()
-        stdout, stderr = (ear.lines for ear in self._ears) if self._ears else (0, 0)
-        return Muted(stdout + stderr, stdout, stderr, dict(self._calls), [])
+        return Muted(self._heard.lines, list(self._heard.last), dict(self._calls), [])
 
     def go_live(self) -> Muted:
         """At the entry: all goes on for real. Raises OSError where a file that is open cannot be continued."""
@@ -463,18 +464,34 @@ class Outputs:
         self._patches.put(writer, "__init__", initialize)
 
 
+class _Heard:
+    """Lines that were muted, of both streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lines = 0
+        self.last: deque[bytes] = deque(maxlen=_LAST)
+
+    def hear(self, unfinished: bytes, text: bytes) -> bytes:
+        """Count what is written after an unfinished line. Returns what is unfinished now."""
+        with self._lock:
+            *lines, unfinished = (unfinished + text).split(b"\n")
+            self.lines += len(lines)
+            self.last.extend(lines)
+            return unfinished
+
+
 class _Ear:
     """Counts what is written to a stream. The stream stays the same object, so whoever keeps it is muted and unmuted
     with it."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, heard: _Heard) -> None:
         self._stream = stream
+        self._heard = heard
         self._below = getattr(stream, "buffer", stream)
         self._write = self._below.write
-        self._lock = threading.Lock()
         self._rest = b""
         """the unfinished line"""
-        self.lines = 0
 
     def mute(self) -> None:
         self.flush()
@@ -496,9 +513,7 @@ class _Ear:
         if threading.current_thread().name.startswith(_OUR_THREADS):
             return int(self._write(data))
         text = data.encode(errors="surrogateescape") if isinstance(data, str) else bytes(data)
-        with self._lock:
-            *lines, self._rest = (self._rest + text).split(b"\n")
-            self.lines += len(lines)
+        self._rest = self._heard.hear(self._rest, text)
         return len(data)
 
 
