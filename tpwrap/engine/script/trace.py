@@ -4,6 +4,7 @@ A rehearsal (`tpwrap --rehearse`) runs the script twice for a few updates and co
 (`tpwrap.report.traces`). TORCHPASS_REHEARSE holds the number of updates and the directory, "6,/tmp/…/trace".
 
     trace = Trace.begin(rank, session)     # None: this is no rehearsal
+    trace.entered()                        # when a newcomer goes live
     trace.batch(batch)                     # each batch that the script is given,
     trace.loss(root)                       # each tensor that backward starts from,
     trace.commit(step, digests, scalars, values, random)    # and each update, only while this rank is live
@@ -19,6 +20,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -26,6 +28,8 @@ import torch
 
 from tpwrap.engine import encoding
 from tpwrap.engine.randomness import State
+from tpwrap.engine.script.crossings import is_script_file
+from tpwrap.engine.script.liveness import live_names
 
 if TYPE_CHECKING:
     from tpwrap.engine.runtime import Runtime
@@ -45,6 +49,10 @@ def rehearsing() -> bool:
 def directory() -> Path:
     """Where the traces of this run go."""
     return Path(os.environ[VARIABLE].partition(",")[2])
+
+
+_FIXED = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.nn.Module)
+"""types of variables that say nothing: definitions, and models, whose weights are compared anyway"""
 
 
 class Trace:
@@ -96,9 +104,31 @@ class Trace:
         os.write(self._file, (json.dumps(record) + "\n").encode())  # one write: a kill cuts no line in two
         self._batches, self._losses = [], []
 
+    def entered(self) -> None:
+        """A newcomer is live now. What it was given on its way belongs to the step before."""
+        self._batches, self._losses = [], []
+
     def done(self, step: int) -> bool:
         """Whether `step` was the last update of the rehearsal."""
         return step >= self.updates
+
+
+def variables(frame: FrameType | None) -> dict[str, Any]:
+    """What the script may still read, of the frames from `frame` outwards: by name, with the function's in front."""
+    found: dict[str, Any] = {}
+    while frame is not None:
+        code = frame.f_code
+        if is_script_file(code.co_filename):
+            owner = "" if code.co_name == "<module>" else f"{code.co_name}."
+            bound = frame.f_locals
+            found.update({owner + name: bound[name] for name in sorted(live_names(frame)) if _is_state(bound, name)})
+        frame = frame.f_back
+    return found
+
+
+def _is_state(bound: Mapping[str, Any], name: str) -> bool:
+    """Whether the variable is bound, and to something that a training loop changes."""
+    return name in bound and not isinstance(bound[name], _FIXED) and not (name.startswith("__") and name.endswith("__"))
 
 
 def leave(runtime: Runtime, step: int) -> NoReturn:
@@ -145,13 +175,15 @@ def _text(value: Any, depth: int = 0) -> str:
     if isinstance(value, (list, tuple, set, frozenset)):
         parts = [_text(item, depth + 1) for item in value]
         return "[" + ", ".join(sorted(parts) if isinstance(value, (set, frozenset)) else parts) + "]"
-    held = {} if isinstance(value, (torch.nn.Module, type)) else getattr(value, "__dict__", {})
+    opaque = isinstance(value, (torch.nn.Module, type)) or type(value).__module__.partition(".")[0] == "torch"
+    held = {} if opaque else getattr(value, "__dict__", {})
     return f"<{type(value).__qualname__}>" + (_text({k: v for k, v in held.items() if _plain(v)}) if held else "")
 
 
 def _plain(value: Any) -> bool:
-    """Whether an attribute of an object is data, and no further object: those may lead round in circles."""
-    return isinstance(value, (bool, int, float, str, bytes, torch.Tensor, np.ndarray, np.generic))
+    """Whether an attribute of an object is a number or text. (Further objects may lead round in circles, and a tensor
+    may be one that nobody will ever read.)"""
+    return isinstance(value, (bool, int, float, str, bytes, np.generic))
 
 
 def _tensor(tensor: torch.Tensor) -> str:
