@@ -470,6 +470,34 @@ def test_forks_and_engine_threads_write_for_real(place: Path) -> None:
         outputs.uninstall()
 
 
+def test_what_another_process_has_done_already_is_no_error(place: Path) -> None:
+    def change() -> None:
+        os.mkdir("made")
+        os.makedirs("made/deep")
+        open("made/new", "x").close()
+        os.rename("one", "two")
+        Path("three").unlink()
+        os.symlink("two", "link")
+
+    for name in ("one", "three"):
+        Path(name).touch()
+    change()
+    before = tree(place)
+    outputs = Outputs()
+    outputs.install(live=True, again=True)
+    try:
+        change()
+        assert tree(place) == before
+        with pytest.raises(FileNotFoundError):
+            os.rename("never", "anywhere")
+        outputs.caught_up()
+        for name, path in ((os.mkdir, "made"), (os.remove, "three")):
+            with pytest.raises(OSError, match=path):
+                name(path)
+    finally:
+        outputs.uninstall()
+
+
 def test_names_taken_by_modules_are_replaced_and_put_back(place: Path) -> None:
     import bz2
     import types
@@ -555,7 +583,7 @@ def test_tensorboard_goes_on_in_the_file_of_the_failed_rank(place: Path) -> None
 # --- streams ----------------------------------------------------------------------------------------
 
 STREAMS = """
-import logging, sys, subprocess
+import logging, os, sys
 kept, buffer, handler = sys.stdout, sys.stderr.buffer, logging.StreamHandler()
 from tpwrap.engine.script.outputs import Outputs
 print("before")
@@ -564,6 +592,10 @@ outputs.install()
 print("one"); print("two", file=kept); print("three", file=sys.stderr)
 buffer.write(b"four\\nfive"); handler.setFormatter(logging.Formatter("%(message)s"))
 print(" and half", end="")
+if not os.fork():
+    print("in a fork", flush=True)
+    os._exit(0)
+os.wait()
 sys.stdout.writelines(["", " a line"])
 assert kept.fileno() == 1 and not kept.isatty()
 print("\\r10%\\r20%", end="", file=sys.stderr)
@@ -581,5 +613,5 @@ def test_streams_are_muted_and_go_on_within_the_line(options: list[str]) -> None
         [sys.executable, *options, "-c", STREAMS], capture_output=True, text=True, cwd=root, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "before\n and half a line more\nseven\n\n"
+    assert done.stdout == "before\nin a fork\n and half a line more\nseven\n\n"
     assert done.stderr == "five\r10%\r20%eight\n".replace("\r", "\n") or done.stderr == "five\n10%\n20%eight\n"

@@ -37,6 +37,8 @@ _OFF, _MUTED, _LIVE = "off", "muted", "live"
 _NOT_OUTPUT = ("/dev", "/proc", "/sys")
 _LAST = 3
 """muted lines by which a supervisor finds the place in the log"""
+_LONGEST = 4096
+"""bytes of each of these"""
 _OUR_THREADS = ("torchpass-", "sidecar")
 
 _open, _stat, _abspath, _now, _clock = io.open, os.stat, os.path.abspath, datetime.now, time.time
@@ -112,12 +114,13 @@ class Outputs:
 
     # --- life -------------------------------------------------------------------------------------
 
-    def install(self, live: bool = False) -> None:
-        """Before the script starts. live: in a rank that runs for real, where only sizes are recorded."""
+    def install(self, live: bool = False, again: bool = False) -> None:
+        """Before the script starts. live: in a rank that runs for real, where only sizes are recorded. again: another
+        process has run this rank for real before, from its start (until `caught_up`)."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        pairs = [(_open, self._replaced_open()), *([] if live else self._replaced_changes())]
+        pairs = [(_open, self._replaced_open()), *([] if live and not again else self._replaced_changes())]
         if hasattr(sys.modules.get("pathlib"), "_NormalAccessor"):  # Python 3.10 has taken them into a class
-            self._patch_accessor(live)
+            self._patch_accessor(live and not again)
         for name in (*_SAVES, *_COLLECTIVE_SAVES):
             # All that is there already in one go: the newcomer is waited for.
             if name in sys.modules:
@@ -134,6 +137,7 @@ class Outputs:
             self._ears = [_Ear(sys.stdout, self._heard), _Ear(sys.stderr, self._heard)]
             for ear in self._ears:
                 ear.mute()
+        self._redoing = again
         self._state = _LIVE if live else _MUTED
 
     def muted(self) -> Muted:
@@ -472,13 +476,11 @@ class _Heard:
         self.lines = 0
         self.last: deque[bytes] = deque(maxlen=_LAST)
 
-    def hear(self, unfinished: bytes, text: bytes) -> bytes:
-        """Count what is written after an unfinished line. Returns what is unfinished now."""
+    def hear(self, lines: list[bytes]) -> None:
         with self._lock:
-            *lines, unfinished = (unfinished + text).split(b"\n")
             self.lines += len(lines)
-            self.last.extend(lines)
-            return unfinished
+            # As a terminal shows them in the end: a progress bar overwrites itself.
+            self.last.extend(line.rstrip(b"\r").rpartition(b"\r")[2][:_LONGEST] for line in lines[-_LAST:])
 
 
 class _Ear:
@@ -490,7 +492,9 @@ class _Ear:
         self._heard = heard
         self._below = getattr(stream, "buffer", stream)
         self._write = self._below.write
-        self._rest = b""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._rest = bytearray()
         """the unfinished line"""
 
     def mute(self) -> None:
@@ -502,7 +506,8 @@ class _Ear:
         self.flush()
         del self._below.write
         if self._rest:
-            self._write(self._rest if self._below is not self._stream else self._rest.decode())
+            rest = bytes(self._rest)
+            self._write(rest if self._below is not self._stream else rest.decode())
             self._stream.flush()
 
     def flush(self) -> None:
@@ -510,10 +515,15 @@ class _Ear:
             self._stream.flush()
 
     def _hear(self, data: Any) -> int:
-        if threading.current_thread().name.startswith(_OUR_THREADS):
+        if os.getpid() != self._pid or threading.current_thread().name.startswith(_OUR_THREADS):
             return int(self._write(data))
         text = data.encode(errors="surrogateescape") if isinstance(data, str) else bytes(data)
-        self._rest = self._heard.hear(self._rest, text)
+        with self._lock:
+            self._rest += text
+            if b"\n" in text:
+                *lines, rest = bytes(self._rest).split(b"\n")
+                self._rest = bytearray(rest)
+                self._heard.hear(lines)
         return len(data)
 
 
