@@ -35,8 +35,7 @@ def prepare(runtime: Runtime, plan: Plan) -> None:
     if start is None:
         runtime.without_script()
     elif runtime.script is not None:
-        blob, segments = memory_of(runtime, plan)
-        runtime.script.load(blob, segments, plan.step)
+        runtime.script.follow()
         runtime.script.begin_as(start)
 
 
@@ -47,14 +46,34 @@ def sidecar_of(runtime: Runtime, plan: Plan) -> Sidecar:
 
 def memory_of(runtime: Runtime, plan: Plan) -> tuple[bytes, list[bytes]]:
     """The failed rank's sidecar for the plan's step, and the closed segments of its tape, where its script is as it
-    is."""
+    is. Raises Aborted when the plan is given up meanwhile."""
     keepers, rank, patience = plan.keepers[runtime.rank], runtime.rank, runtime.timeouts.release
+
+    def given_up() -> bool:
+        return runtime.generation != plan.generation
+
     try:
-        blob = sidecar.fetch_covering(keepers, runtime.key, rank, plan.step, patience)
-        count = Memory.decode(blob).tape.segments
-        return blob, sidecar.fetch_segments(keepers, runtime.key, rank, count, patience)
+        blob = sidecar.fetch_covering(keepers, runtime.key, rank, plan.step, patience, given_up)
+        memory = Memory.decode(blob)
+        # A keeper that was cut off may hold segments of a lost worker's tape: only those with this sidecar are asked.
+        segments = sidecar.fetch_segments(
+            keepers, runtime.key, rank, memory.tape.segments, patience, given_up, beside=memory.step
+        )
     except sidecar.SidecarLost as lost:
         raise _give_up(runtime, str(lost)) from lost
+    return blob, segments
+
+
+def readings_of(runtime: Runtime, plan: Plan, rank: int) -> bytes:
+    """What the script of a survivor has read just before the plan's step. Raises OSError."""
+    return transfer.readings(
+        plan.members[rank],
+        runtime.key,
+        plan.generation,
+        plan.step,
+        runtime.timeouts.release,
+        lambda: runtime.generation != plan.generation,
+    )
 
 
 def fetch(runtime: Runtime, plan: Plan) -> bytes:

@@ -98,7 +98,10 @@ class Recovery:
             return  # the newcomer runs its script live from the start and builds the groups as it comes to them
         digest = ""
         if steps is not None and steps.step == plan.step:
-            offer = Offer(plan.generation, plan.step, steps.state_at(plan.step), steps.scalars[plan.step])
+            step = plan.step
+            offer = Offer(
+                plan.generation, step, steps.state_at(step), steps.scalars[step], steps.readings_before(step)
+            )
             runtime.state_server.offer(offer)
             digest = combined(offer.digests(), offer.scalars)
         began = time.monotonic()

@@ -38,7 +38,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """want: (name, offset, length) in bytes; None asks for the inventory."""
+    """want: (name, offset, length) in bytes; None asks for the inventory, an empty list for the readings."""
 
     generation: int
     step: int
@@ -48,11 +48,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 class Offer:
     """What this worker may serve now."""
 
-    def __init__(self, generation: int, step: int, state: ReplicaState, scalars: bytes) -> None:
+    def __init__(
+        self, generation: int, step: int, state: ReplicaState, scalars: bytes, readings: bytes = b""
+    ) -> None:
         self.generation = generation
         self.step = step
         self.state = state
         self.scalars = scalars
+        self.readings = readings
         self._digesting = threading.Lock()
         self._digests: dict[str, str] | None = None
 
@@ -136,6 +139,8 @@ class StateServer:
                 if request.want is None:
                     body = msgspec.msgpack.encode(Inventory(offer.state.manifest(), offer.digests(), offer.scalars))
                     connection.sendall(struct.pack("<I", len(body)) + body)
+                elif not request.want:
+                    connection.sendall(struct.pack("<I", len(offer.readings)) + offer.readings)
                 else:
                     tensors = offer.state.tensors()
                     for name, offset, length in request.want:
@@ -212,6 +217,17 @@ def restore(
     if state.digests() != inventory.digests:
         raise StateError("the received state has another digest than its source")
     return inventory, sum(length for _, _, length in pieces)
+
+
+def readings(
+    source: str, key: bytes, generation: int, step: int, timeout: float, aborted: Callable[[], bool]
+) -> bytes:
+    """What the script of a source has read between its last backward pass before update `step` and that update. Raises
+    OSError."""
+    with _connect(source, key, timeout, aborted) as connection:
+        _ask(connection, Request(generation, step, []), timeout, aborted)
+        (size,) = struct.unpack("<I", receive(connection, 4, timeout, aborted))
+        return receive(connection, size, timeout, aborted)
 
 
 def stripe(pieces: list[tuple[str, int, int]], sources: int) -> list[list[tuple[str, int, int]]]:

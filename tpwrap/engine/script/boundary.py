@@ -33,9 +33,12 @@ class Mode(enum.Enum):
 _OBSERVED = (Mode.LIVE, Mode.WINDOW)
 
 
+Window = Callable[[str, int, Callable[[], Any], tuple[Any, ...]], Any]
+
+
 class Boundary:
     """tape: the record. fail: called with the reason when a newcomer cannot go on; never returns.
-    window: answers a crossing in Mode.WINDOW: (kind, line, compute) -> value."""
+    window: answers a crossing in Mode.WINDOW: (kind, line, compute, subjects) -> value."""
 
     def __init__(self, tape: Tape, fail: Callable[[str], NoReturn]) -> None:
         self.tape = tape
@@ -46,7 +49,9 @@ class Boundary:
         """regions passed, including the one that runs"""
         self.begin: Callable[[], None] | None = None
         """called at the first region of the training"""
-        self.window: Callable[[str, int, Callable[[], Any]], Any] = lambda kind, line, compute: compute()
+        self.window: Window = lambda kind, line, compute, subjects: compute()
+        self.reduced: Callable[[tuple[Any, ...]], None] = lambda tensors: None
+        """told in Mode.WINDOW of tensors that a collective has made equal on all ranks"""
         self.too_large: dict[int, int] = {}
         """lines whose values were not recorded: bytes"""
         self._fail = fail
@@ -60,16 +65,20 @@ class Boundary:
 
     # --- values that come out ---------------------------------------------------------------------
 
-    def cross(self, kind: str, compute: Callable[[], Any], line: int | None = None) -> Any:
-        """The value of `compute()`, recorded, or the recorded one. Call it only where `outside`."""
+    def cross(
+        self, kind: str, compute: Callable[[], Any], line: int | None = None, subjects: tuple[Any, ...] = ()
+    ) -> Any:
+        """The value of `compute()`, recorded, or the recorded one. Call it only where `outside`. subjects: what it is
+        computed from."""
         if line is None:
             line = sys._getframe(2).f_lineno
+
+        def computed() -> Any:
+            with self.aside():
+                return compute()
+
         if self.mode is Mode.LIVE:
-            self.inside += 1
-            try:
-                value = compute()
-            finally:
-                self.inside -= 1
+            value = computed()
             size = getattr(value, "nbytes", 0)
             if size > LARGEST:
                 self.too_large[line] = size
@@ -79,7 +88,7 @@ class Boundary:
             return value
         try:
             if self.mode is Mode.WINDOW and self.tape.left <= 0:
-                value = self.window(kind, line, compute)
+                value = self.window(kind, line, computed, subjects)
                 self.tape.answered(kind, line, value)
                 return value
             return self.tape.play(kind, line)

@@ -64,6 +64,7 @@ def follow(file: str) -> None:
 def install(boundary: Boundary) -> None:
     """Observe the places where values come out."""
     _tensors(boundary)
+    _reductions(boundary)
     _objects(boundary)
     _surroundings(boundary)
 
@@ -74,7 +75,7 @@ def _tensors(boundary: Boundary) -> None:
         def method(*args: Any, **kwargs: Any) -> Any:
             if boundary.inside or not boundary.outside:
                 return original(*args, **kwargs)
-            return boundary.cross("v", lambda: original(*args, **kwargs), sys._getframe(1).f_lineno)
+            return boundary.cross("v", lambda: original(*args, **kwargs), sys._getframe(1).f_lineno, args)
 
         return method
 
@@ -84,6 +85,27 @@ def _tensors(boundary: Boundary) -> None:
             setattr(torch.Tensor, name, observed(original))
     for name in ("equal", "allclose", "is_nonzero", "seed", "initial_seed"):
         setattr(torch, name, observed(getattr(torch, name)))
+
+
+def _reductions(boundary: Boundary) -> None:
+    """Collectives on tensors of the script: in the window, what they leave is equal on all ranks, but not here."""
+
+    def observed(original: Any) -> Any:
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if boundary.mode is Mode.WINDOW and boundary.outside:
+                boundary.reduced((*args, *kwargs.values()))
+            return result
+
+        return collective
+
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"):
+        original = getattr(torch_c10d, name, None)
+        if original is not None:
+            wrapped = observed(original)
+            setattr(torch_c10d, name, wrapped)
+            setattr(dist, name, wrapped)
 
 
 def _objects(boundary: Boundary) -> None:

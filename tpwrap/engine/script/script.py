@@ -9,6 +9,7 @@ variables), at the end of that update what replicas hold (weights, optimizer sta
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from tpwrap import adapters
 from tpwrap.adapters.places import Places
 from tpwrap.control.messages import Notice, Plan, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, join, randomness
+from tpwrap.engine import ddp, encoding, join, randomness
 from tpwrap.engine.buffers import LocalBuffers
+from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.scalars import optimized
 from tpwrap.engine.script import crossings, shapes
 from tpwrap.engine.script.boundary import Boundary, Mode
@@ -30,8 +32,9 @@ from tpwrap.engine.script.memory import Memory
 from tpwrap.engine.script.outputs import Outputs
 from tpwrap.engine.script.passes import Passes
 from tpwrap.engine.script.patches import Patches
+from tpwrap.engine.script.provenance import Origin, Provenance
 from tpwrap.engine.script.regions import Regions
-from tpwrap.engine.script.tape import Diverged, Tape
+from tpwrap.engine.script.tape import Diverged, Entry, Tape
 from tpwrap.engine.state import ReplicaState
 
 if TYPE_CHECKING:
@@ -70,6 +73,9 @@ class Script:
         self._told: set[str] = set()
         self._extent: dict[int, tuple[int, int]] = {}
         """step -> how many models and optimizers there were at the end of that update"""
+        self._readings: dict[int, list[Entry]] = {}
+        """step -> what the script has read between its last backward pass before that update and the update"""
+        self._provenance: Provenance | None = None
         self._memory: Memory | None = None
         """a newcomer's: what it is to become"""
         self._target = 0
@@ -78,6 +84,8 @@ class Script:
         self._entry = 0
         """the update at which this newcomer entered"""
         self.boundary.begin = self._begin
+        self.boundary.window = self._read_in_window
+        self.boundary.reduced = self._reduced_in_window
         if not runtime.live:
             self.boundary.mode = Mode.FORWARD
         self.outputs = Outputs(self._ask_of_output, self.boundary.aside, os.environ.get("TORCHPASS_RUN_DIR"))
@@ -141,11 +149,19 @@ class Script:
 
     # --- the way in -------------------------------------------------------------------------------
 
-    def load(self, blob: bytes, segments: list[bytes], target: int) -> None:
-        """A newcomer: the way to update `target` is now known as far as that."""
+    def follow(self) -> None:
+        """A newcomer: learn the way to the step of the newest plan. Survivors may go on by a step until it is there."""
+        while True:
+            plan = self._runtime.wait_plan()
+            try:
+                blob, segments = join.memory_of(self._runtime, plan)
+                break
+            except Aborted:
+                continue
         self._memory = memory = Memory.decode(blob)
-        self._target = target
+        self._target = plan.step
         self.tape.load(segments, memory.tape)
+        self._runtime.publisher.adopt_segments(segments)
         self.boundary.load_draws()
         self.boundary.mode = Mode.FORWARD
 
@@ -173,7 +189,7 @@ class Script:
         if self.boundary.mode is Mode.FORWARD:
             self._begun = True
             if self._target == 0 and not join.join(runtime, self, 0):
-                self._follow()
+                self.follow()
             return
         runtime.publisher.publish(SETUP_STEP, join.encode_setup(runtime))
         self._publish(0)
@@ -185,12 +201,6 @@ class Script:
         runtime.setup_done()
         self._begin_step(0)
         self.at("between")
-
-    def _follow(self) -> None:
-        """The survivors have gone on since this newcomer was started: its way is longer."""
-        plan = self._runtime.wait_plan()
-        blob, segments = join.memory_of(self._runtime, plan)
-        self.load(blob, segments, plan.step)
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -238,10 +248,11 @@ class Script:
         boundary = self.boundary
         if self.tape.left:
             boundary.fail(f"{self.tape.left} recorded values were not asked for on the way to update {self._target}")
-        with torch.no_grad():
-            for root, loss in zip(reversed(roots), reversed(memory.losses), strict=False):
-                if root.shape == loss.shape:
-                    root.data.copy_(loss)
+        own: list[torch.Tensor] = []
+        for root, loss in zip(reversed(roots), reversed(memory.losses), strict=False):
+            if root.shape == loss.shape:
+                root.data.copy_(loss)
+                own.append(root)
         if len(memory.buffers) != len(self._buffers):
             boundary.fail(f"{len(self._buffers)} models were called here, {len(memory.buffers)} by the failed rank")
         for buffers, values in zip(self._buffers, memory.buffers, strict=True):
@@ -252,6 +263,67 @@ class Script:
         randomness.restore(memory.random)
         boundary.mode = Mode.WINDOW
         boundary.settle_draws()
+        self._provenance = Provenance(own, self._replicated())
+        self._provenance.start()
+
+    def _replicated(self) -> list[torch.Tensor]:
+        """The very objects whose values are equal on all ranks."""
+        called = [p for model in self.regions.models for p in model.parameters()]
+        return [*called, *(p for optimizer in self.regions.optimizers for _, p in optimized(optimizer))]
+
+    # --- the window -------------------------------------------------------------------------------
+
+    def readings_before(self, step: int) -> bytes:
+        """For a newcomer that enters after update `step`: what the script has read just before it."""
+        return encoding.encode(self._readings.get(step, []))
+
+    def _read_in_window(self, kind: str, line: int, compute: Callable[[], Any], subjects: tuple[Any, ...]) -> Any:
+        """A newcomer's script reads a value after its last backward pass, which is on no tape."""
+        assert self._memory is not None
+        assert self._provenance is not None
+        if kind in ("f", "t", "u"):
+            return compute()
+        if kind == "v":
+            origin = self._provenance.origin(*subjects)
+            if origin is Origin.OWN:
+                return compute()
+            if origin is Origin.LOST:
+                self.boundary.fail(
+                    f"line {line} reads a value between backward() and the end of optimizer.step() that only the "
+                    "failed rank had"
+                )
+        at = self.tape.count - self._memory.tape.entries
+        found = {encoding.encode(entries[at]): entries[at] for entries in self._readings_of_sources(at)}
+        if len(found) > 1:
+            self.boundary.fail(f"line {line}: the other ranks have read different values there")
+        ((of_kind, at_line, value),) = found.values()
+        if (of_kind, at_line) != (kind, line):
+            self.boundary.fail(f"line {line}: the other ranks have read something else, at line {at_line}")
+        return value
+
+    def _readings_of_sources(self, at: int) -> list[list[Entry]]:
+        """What the survivors at our step have read; each has at least `at` + 1 entries."""
+        runtime = self._runtime
+        plan = runtime.wait_plan()
+        found: list[list[Entry]] = []
+        if plan.step == self._target:
+            with contextlib.suppress(OSError):
+                found = [encoding.decode(join.readings_of(runtime, plan, rank)) for rank in plan.sources]
+        if not found or any(len(entries) <= at for entries in found):
+            self.boundary.fail("what the other ranks have read before this update is no longer known")
+        return found
+
+    def _reduced_in_window(self, tensors: tuple[Any, ...]) -> None:
+        if self._provenance is not None:
+            for one in tensors:
+                for tensor in one if isinstance(one, (list, tuple)) else [one]:
+                    if isinstance(tensor, torch.Tensor):
+                        self._provenance.mark(tensor, Origin.REPLICATED)
+
+    def _leave_window(self) -> None:
+        if self._provenance is not None:
+            self._provenance.stop()
+            self._provenance = None
 
     # --- updates ----------------------------------------------------------------------------------
 
@@ -287,7 +359,9 @@ class Script:
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 3, None)
         self._extent[step] = (len(self.regions.models), len(self.regions.optimizers))
-        self._extent.pop(step - 3, None)
+        self._readings[step] = list(self.tape.pending)
+        for kept in (self._extent, self._readings):
+            kept.pop(step - 3, None)
         if step == self._entry + _AHEAD:
             self.outputs.caught_up()
         self._begin_step(step)
@@ -309,12 +383,13 @@ class Script:
         if self.boundary.mode is not Mode.WINDOW:
             self.boundary.fail(f"update {step} comes before its backward pass")
         self._applied = step
+        self._leave_window()
         state = randomness.capture()
         if join.join(self._runtime, self, step):
             randomness.restore(state)
             self.boundary.settle_draws()
         else:
-            self._follow()
+            self.follow()
 
     def entered(self, step: int, blob: bytes, scalars: bytes) -> None:
         """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
@@ -329,6 +404,7 @@ class Script:
         self._runtime.journal.step = step
         self.scalars = {step: scalars}
         self._extent = {step: (len(self.regions.models), len(self.regions.optimizers))}
+        self._readings = {step: list(self.tape.pending)}
         self._begin_step(step)
 
     # --- helpers ----------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Where tensors come from, in a newcomer between its last backward pass and the end of that update.
+
+The failed rank may have read values there that are on no tape, because it contributed to the update before it could
+publish them. What is needed to answer depends on what a tensor was computed from: weights and synchronized gradients
+are equal on all ranks, so any survivor has read the same value; what the newcomer was given at the backward pass
+(losses, running sums) is true, and its own computation with it, too; anything else is lost.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Origin(enum.Enum):
+    OWN = "own"
+    """given to the newcomer, or computed from that, or from nothing"""
+    REPLICATED = "replicated"
+    """computed from weights or gradients"""
+    LOST = "lost"
+
+
+class Provenance(TorchFunctionMode):
+    """Follows tensors through torch's functions while it is active."""
+
+    def __init__(self, own: Iterable[torch.Tensor], replicated: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._origins: dict[int, Origin] = {}
+        self._kept: list[torch.Tensor] = []  # ids must not be used again
+        for tensor in own:
+            self.mark(tensor, Origin.OWN)
+        for tensor in replicated:
+            self.mark(tensor, Origin.REPLICATED)
+
+    def start(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
+        self._kept.append(tensor)
+        self._origins[id(tensor)] = origin
+
+    def origin(self, *values: Any) -> Origin:
+        """Of what is computed from `values`."""
+        origins = {self._origins.get(id(tensor), Origin.LOST) for tensor in _tensors(values)}
+        if Origin.LOST in origins:
+            return Origin.LOST
+        return Origin.REPLICATED if Origin.REPLICATED in origins else Origin.OWN
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        origin = self.origin(args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            self.mark(tensor, origin)
+        return result
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from _tensors(value)
