@@ -62,10 +62,50 @@ def of(name: str, updates: int, period: int, evaluation: str = "between", *argum
 SCRIPTS = (
     of("functional_ddp", 24, 8),
     of("trainer_class", 24, 6, "between", OUTPUT),
-    of("epochs_meters", 42, 7, "collective:0"),
+    of("epochs_meters", 21, 7, "collective:0"),
     of("steps_cycle", 20, 7, "forward", "--results-folder", OUTPUT),
     of("nanogpt", 21, 8, "forward", f"--out_dir={OUTPUT}"),
     of("module_level", 21, 7, "between", "unused", environment={"OUTPUT_DIR": OUTPUT}),
+    of("accumulation", 24, 8),
+    of("amp_bfloat16", 16, 8),
+    of("amp_scaler", 20, 9, "backward", OUTPUT),  # the step that will be skipped
+    of("gan", 28, 14),
+    of("two_optimizers", 24, 7, "optimizer"),  # between the two
+    of("zipped_loaders", 21, 7),
+    of("eval_plateau", 24, 4, "collective:1"),
+    of("ema_by_hand", 21, 7, "forward"),
+    of("swa", 24, 6),
+    of("hydra_like/train", 21, 7, "between", f"output_dir={OUTPUT}"),
+    of("config_dataclass", 21, 7),
+    Script(
+        "speech",
+        21,
+        7,
+        command=(sys.executable, "-m", "speech.train", "--output-dir", OUTPUT),
+        environment={"PYTHONPATH": str(DIRECTORY / "project")},
+    ),
+    Script("shell", 28, 14, command=(str(DIRECTORY / "run_training.sh"), OUTPUT)),
+    of("manual_allreduce", 24, 6, "collective:2"),  # among the gradients
+    of("mixup", 24, 8),
+    of("curriculum", 24, 8, "forward", OUTPUT),
+    of("iterable", 20, 6),
+    of("workers", 21, 7, "forward"),
+    of("padded_text", 21, 7),
+    of("classic_tutorial", 24, 8),
+    of("tensor_running_loss", 24, 8, "collective:0"),
+    of("grad_norm", 20, 7, "optimizer"),
+    of("schedulers", 21, 7),
+    of("log_files", 21, 7),
+    of("distillation", 21, 7),  # the teacher is done
+    of("contrastive", 21, 7, "collective:0"),  # embeddings are gathered
+    of("unfreeze", 21, 7, "forward"),  # the first one of the new wrapper
+    of("progress_bar", 21, 7, needs=("tqdm",), noise=r"(it/s|s/it|\?it)\b|^epoch \d: +0%|^ *$"),
+    of("run_name", 21, 7, "collective:0"),
+    of("resume", 21, 7, "collective:0"),
+    of("closures", 20, 6),
+    of("train_state", 21, 7),
+    of("islice_loop", 18, 6),
+    of("multi_losses", 21, 7, "forward"),
 )
 
 
@@ -76,5 +116,8 @@ def chosen(number: int) -> Kill:
 
 def others(number: int) -> list[Kill]:
     """What is left of the points, for the long tests."""
-    kills: list[Kill] = [(point, (number + i) % RANKS, ("rank", "node")[(number + i // 3) % 2]) for i, point in enumerate(POINTS)]
-    return [kill for kill in kills if kill[0] != chosen(number)[0]]
+    return [
+        (point, (number + i) % RANKS, ("rank", "node")[(number + i // 3) % 2])
+        for i, point in enumerate(POINTS)
+        if point != chosen(number)[0]
+    ]

@@ -135,7 +135,7 @@ def names(directory: Path) -> list[str]:
 
 
 def first_difference(expected: list[str], actual: list[str]) -> str:
-    """"" if equal, else the first line that differs."""
+    """ "" if equal, else the first line that differs."""
     if expected == actual:
         return ""
     for number, (one, other) in enumerate(zip(expected, actual, strict=False)):
@@ -146,7 +146,7 @@ def first_difference(expected: list[str], actual: list[str]) -> str:
 
 
 def file_difference(expected: Path, actual: Path) -> str:
-    """"" if equal. Files of torch.save are equal if what they hold is, to the bit: pickle also writes down which equal
+    """ "" if equal. Files of torch.save are equal if what they hold is, to the bit: pickle also writes down which equal
     strings are one object, and that is nobody's result."""
     if expected.read_bytes() == actual.read_bytes():
         return ""
@@ -160,7 +160,7 @@ def file_difference(expected: Path, actual: Path) -> str:
 
 
 def value_difference(expected: Any, actual: Any, where: str) -> str:
-    """"" if equal to the bit, else where they differ first."""
+    """ "" if equal to the bit, else where they differ first."""
     if type(expected) is not type(actual):
         return f"{where}: {type(expected).__name__} is now {type(actual).__name__}"
     if isinstance(expected, dict):

@@ -57,7 +57,7 @@ def main():
             samples_seen += len(x)
             losses.append(loss.item())
             if global_step % 3 == 0:
-                print(f"rank {rank} epoch {epoch} batch {i} step {global_step} seen {samples_seen} loss {loss.item()!r}")
+                print(f"rank {rank} epoch {epoch} batch {i} step {global_step} seen {samples_seen} loss {losses[-1]}")
     torch.save(model.module.state_dict(), os.path.join(args.output_dir, f"weights_{rank}.pt"))
     with open(os.path.join(args.output_dir, f"losses_{rank}.json"), "w") as f:
         json.dump([x.hex() for x in losses], f)

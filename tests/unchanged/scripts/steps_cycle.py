@@ -15,7 +15,7 @@ def cycle(dl, sampler):
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
-        for data in dl:
+        for data in dl:  # noqa: UP028
             yield data
         epoch += 1
 

@@ -1,0 +1,1 @@
+"""Started as `python -m speech.train`."""
