@@ -38,7 +38,7 @@ _MODULE_NAMESPACE = {"globals", "vars", "exec", "eval"}
 
 _ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
 _ALWAYS_JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"}
-_ONLY_POPS = ("POP_", "STORE_", "DELETE_", "JUMP_", "END_FOR", "END_ASYNC_FOR", "GEN_START", "IMPORT_STAR", "PRINT_EXPR")
+_ONLY_POPS = ("POP_", "STORE_", "DELETE_", "JUMP_", "END_FOR", "END_ASYNC_FOR", "GEN_START", "IMPORT_STAR")
 _ADDS_TO_DEEPER = {"LIST_APPEND", "SET_ADD", "MAP_ADD", "LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE"}
 _ROTATES = {"ROT_TWO": 2, "ROT_THREE": 3, "ROT_FOUR": 4}
 _SETUPS = {"SETUP_FINALLY": 0, "SETUP_WITH": 0, "SETUP_ASYNC_WITH": -1}
@@ -277,10 +277,11 @@ class _Graph:
             slots, blocks = states[index]
             after = self._after(index, blocks, len(slots))
             handler = self.protected[index] or next((block for block in reversed(blocks) if block), None)
-            flows: list[tuple[int, _Slots, _Blocks]] = []
             target = self._target(index)
-            for successor in self.successors[index]:
-                flows.append((successor, self._moved(index, slots, pushes[index], successor == target), after))
+            flows = [
+                (successor, self._moved(index, slots, pushes[index], successor == target), after)
+                for successor in self.successors[index]
+            ]
             if handler is not None:
                 entry, level = handler
                 if sys.version_info < (3, 11):
