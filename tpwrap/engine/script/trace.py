@@ -98,7 +98,7 @@ class Trace:
             "random": {name: shown(part) for name, part in random._asdict().items()},
             "values": {name: shown(value) for name, value in values.items()},
             "loss": self._losses,
-            "scalars": {name: shown(value) for name, value in flat(encoding.decode(scalars))},
+            "scalars": {name: shown(value) for part in encoding.decode(scalars).values() for name, value in flat(part)},
             "state": dict(digests),
         }
         os.write(self._file, (json.dumps(record) + "\n").encode())  # one write: a kill cuts no line in two
