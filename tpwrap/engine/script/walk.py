@@ -211,11 +211,11 @@ class _Place:
         parts = []
         place: _Place | None = self
         while place is not None:
-            parts.append(place._text())
+            parts.append(place.text())
             place = place.owner
         return "".join(reversed(parts))
 
-    def _text(self) -> str:
+    def text(self) -> str:
         if self.by is _By.ROOT:
             return str(self.key[0])
         if self.by is _By.ITEM:
@@ -430,7 +430,11 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_TORCH = ("torch.", "torch")
+
+
+def _is_torchs(cls: type) -> bool:
+    """A Module of this class has no attributes of the user's."""
+    return cls.__module__.startswith("torch.")
 
 
 # ---- the walk
@@ -464,6 +468,7 @@ class _Walk:
     def _offer(self, items: Iterable[tuple[Any, Any]], owner: _Place, by: _By, scalars: bool = False) -> None:
         """Takes in what lies in `owner`."""
         kinds, seen = _kinds, self.seen
+        prefix = owner.path() if scalars else ""
         count = 0
         for key, value in items:
             count += 1
@@ -472,7 +477,7 @@ class _Walk:
             if kind is _ATOM:
                 if scalars and cls in _SCALARS:
                     place = _Place(owner, by, key)
-                    path = place.path()
+                    path = prefix + place.text()
                     self.found.scalars[path] = value
                     self.places[path] = place
             elif kind is _TENSOR:
@@ -497,7 +502,7 @@ class _Walk:
 
     def _sequence(self, value: Any, place: _Place, near_root: bool) -> None:
         self.left -= 1
-        if not all(map(_is_atom, set(map(type, value)))):
+        if any(map(gc.is_tracked, value)):  # numbers and strings are not, tensors are
             self._offer(enumerate(value), place, _By.ITEM)
         if type(value) not in _BUILT_IN:
             self._attributes(value, place, near_root)
@@ -535,8 +540,14 @@ class _Walk:
                     self._offer((((members, name), held[name]) for name in held), place, _By.MEMBER)
         children = attributes["_modules"]
         if children:
-            self._offer(((("_modules", name), children[name]) for name in children), place, _By.MEMBER)
-        if not type(value).__module__.startswith(_TORCH) and len(attributes) > len(_MODULE_ATTRIBUTES):
+            known = self.known
+            unknown = [
+                (("_modules", name), child)
+                for name, child in children.items()
+                if id(child) not in known or not _is_torchs(type(child)) or child.__dict__["_modules"]
+            ]
+            self._offer(unknown, place, _By.MEMBER)
+        if not _is_torchs(type(value)) and len(attributes) > len(_MODULE_ATTRIBUTES):
             others = [item for item in attributes.items() if item[0] not in _MODULE_ATTRIBUTES]
             self._offer(others, place, _By.ATTRIBUTE, near_root)
 
@@ -595,10 +606,6 @@ _ATOM, _TENSOR = _Kind.ATOM, _Kind.TENSOR
 _STABLE = frozenset({str, int, float, bool, type(None), bytes})
 """keys whose text is the same in every process"""
 _BUILT_IN = frozenset({list, tuple, dict, collections.deque, collections.OrderedDict, collections.defaultdict})
-
-
-def _is_atom(cls: type) -> bool:
-    return (_kinds.get(cls) or _kind(cls)) is _ATOM
 
 
 def _cells(closure: tuple[types.CellType, ...]) -> Iterator[tuple[int, Any]]:
