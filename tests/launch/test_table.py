@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from tpwrap.cli import operate
 from tpwrap.core import events
+from tpwrap.report import story
 
 STARTED = events.JobStarted(1, "r", 2, 1, 1, "node", 10.0, "h:1", [])
 
@@ -30,6 +31,17 @@ def test_events_are_shown_and_a_line_that_is_being_written_is_left_out(tmp_path:
     assert code == 0
     assert "look here" in text
     assert "1.500" in text
+
+
+def test_what_is_protected_is_a_block_of_lines(tmp_path: Path) -> None:
+    block = events.Protection(0, 1, ["train.py as it is: nothing", "NOT protected: x: do y"], [])
+    write(tmp_path, events.to_line(STARTED, 100.0), events.to_line(block, 101.0))
+    code, text = show(tmp_path)
+    assert code == 0
+    assert "protection" in text
+    for line in block.lines:
+        assert line in " ".join(text.split())
+    assert story.line(block) == "\n".join(block.lines)
 
 
 @pytest.mark.parametrize(
