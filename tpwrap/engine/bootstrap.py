@@ -125,7 +125,7 @@ def run(argv: list[str]) -> NoReturn:
         runtime = _become_ranked(_mentions_us(argv))
         code = _run_script(runtime, argv)
     except BaseException:
-        traceback.print_exc()
+        os.write(2, traceback.format_exc().encode())  # sys.stderr may be muted
     _leave(code)
 
 

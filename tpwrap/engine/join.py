@@ -152,6 +152,7 @@ def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, 
     # all been answered offline, so no operation is left that could write.
     digest = combined(inventory.digests, inventory.scalars)
     clock.lap("verify")
+    steps.announce()
     runtime.send(Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps}))
     runtime.wait_resume(plan.generation)
     runtime.injector.at("recovery", plan.step, "resume")

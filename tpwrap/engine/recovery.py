@@ -18,7 +18,7 @@ from tpwrap.control.messages import Plan, Ready, Release, Released, Resume, Resu
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp
 from tpwrap.engine.communicators import Aborted
-from tpwrap.engine.state import combined
+from tpwrap.engine.state import StateError, combined
 from tpwrap.engine.transfer import Offer
 
 if TYPE_CHECKING:
@@ -99,9 +99,12 @@ class Recovery:
         digest = ""
         if steps is not None and steps.step == plan.step:
             step = plan.step
-            offer = Offer(
-                plan.generation, step, steps.state_at(step), steps.scalars[step], steps.readings_before(step)
-            )
+            try:
+                state = steps.state_at(step)
+            except StateError as error:
+                runtime.send(Unprotected(str(error)))
+                return
+            offer = Offer(plan.generation, step, state, steps.scalars[step], steps.readings_before(step))
             runtime.state_server.offer(offer)
             digest = combined(offer.digests(), offer.scalars)
         began = time.monotonic()

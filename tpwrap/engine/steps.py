@@ -236,6 +236,9 @@ class Steps:
         """What replicas hold at `step`."""
         return self.state
 
+    def announce(self) -> None:
+        """A newcomer is about to report that it is ready."""
+
     def readings_before(self, step: int) -> bytes:
         """Only a script as it is has them."""
         return b""

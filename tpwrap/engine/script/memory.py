@@ -31,8 +31,14 @@ class Memory(NamedTuple):
     """of each model, in the order of their first call"""
     loose: dict[str, torch.Tensor]
     """tensors in the script's variables, by path"""
+    aliases: dict[str, str]
+    """further paths of those"""
     scalars: dict[str, Any]
     """numbers and texts in the script's variables, by path"""
+    slow: list[str]
+    """paths of large tensors that come from replicas"""
+    large: dict[str, int]
+    """paths of tensors that are too large to be sent, and are lost: bytes"""
     passes: dict[int, PassState]
     own: list[dict[str, Any]]
     """generators that loaders own"""
@@ -41,7 +47,7 @@ class Memory(NamedTuple):
         """Several random states are mostly equal in their parts: each part is sent once. Raises TypeError."""
         pool: _Pool = {}
         passes = {n: (_moment(p.made, pool), p.first and _moment(p.first, pool)) for n, p in self.passes.items()}
-        packed = (*self[:2], _pooled(self.random, pool), tuple(self.tape), *self[4:8], passes, self.own)
+        packed = (*self[:2], _pooled(self.random, pool), tuple(self.tape), *self[4:11], passes, self.own)
         return encoding.encode((packed, list(pool)))
 
     @staticmethod

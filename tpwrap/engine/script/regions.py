@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tpwrap.engine import ddp
+from tpwrap.engine.scalars import optimized
 from tpwrap.engine.script import shapes
 from tpwrap.engine.script.boundary import Boundary, Mode
 
@@ -38,6 +39,9 @@ class Regions:
         self._script = script
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._has_parameters: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._row: list[int] = []
+        """optimizers that have updated since the last backward pass began"""
+        self._followers: dict[int, set[int]] = {}
         self._zeros: dict[int, torch.Tensor] = {}
 
     def install(self) -> None:
@@ -188,6 +192,27 @@ class Regions:
 
         # A scheduler wraps it once more, and takes it for the bound method that it usually is.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def trained(self, model: torch.nn.Module) -> bool:
+        """Whether an optimizer updates any of its parameters."""
+        updated = {id(p) for optimizer in self.optimizers for _, p in optimized(optimizer)}
+        return any(id(parameter) in updated for parameter in model.parameters())
+
+    def updated(self, index: int) -> None:
+        """An optimizer has applied an update."""
+        for earlier in self._row:
+            self._followers.setdefault(earlier, set()).add(index)
+        self._row.append(index)
+
+    def no_updates(self) -> None:
+        """A backward pass begins: what updates now does not follow on the updates before."""
+        self._row.clear()
+
+    def waiting(self) -> list[int]:
+        """Optimizers that have followed on the one that has just updated, without another backward pass, and not yet
+        this time."""
+        followers = self._followers.get(self._row[-1], set()) if self._row else set()
+        return sorted(followers - set(self._row))
 
     def _install_schedulers(self) -> None:
         original = torch.optim.lr_scheduler.LRScheduler.__init__

@@ -13,20 +13,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from tpwrap import adapters
 from tpwrap.adapters.places import Places
-from tpwrap.control.messages import Notice, Plan, Unprotected
+from tpwrap.control.messages import Muted, Notice, Plan, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp, encoding, join, randomness
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.scalars import optimized
-from tpwrap.engine.script import crossings, shapes
+from tpwrap.engine.script import crossings, shapes, walk
 from tpwrap.engine.script.boundary import Boundary, Mode
 from tpwrap.engine.script.memory import Memory
 from tpwrap.engine.script.outputs import Outputs
@@ -34,7 +34,9 @@ from tpwrap.engine.script.passes import Passes
 from tpwrap.engine.script.patches import Patches
 from tpwrap.engine.script.provenance import Origin, Provenance
 from tpwrap.engine.script.regions import Regions
+from tpwrap.engine.script.slow import Slow
 from tpwrap.engine.script.tape import Diverged, Entry, Tape
+from tpwrap.engine.script.walk import Loose
 from tpwrap.engine.state import ReplicaState
 
 if TYPE_CHECKING:
@@ -46,8 +48,21 @@ _LATE_CHECKS = 20
 """updates in which the engine looks whether the optimizer itself draws random numbers"""
 
 
+_ROOM = 1 << 20
+"""bytes of tensors in the script's variables that are sent with every step"""
 _AHEAD = 3
 """updates after its entry at which a newcomer has done all that the failed rank can have done"""
+
+
+class _Extent(NamedTuple):
+    """What there was at the end of an update."""
+
+    models: int
+    optimizers: int
+    slow: list[str]
+    """names of groups"""
+    waiting: list[int]
+    """optimizers that are to follow without another backward pass"""
 
 
 class Script:
@@ -71,8 +86,14 @@ class Script:
         self._published = False
         """in this step"""
         self._told: set[str] = set()
-        self._extent: dict[int, tuple[int, int]] = {}
-        """step -> how many models and optimizers there were at the end of that update"""
+        self.slow = Slow()
+        self._extent: dict[int, _Extent] = {}
+        """by step, at the end of that update"""
+        self._large: dict[str, int] = {}
+        """paths of large tensors in the script's variables at the last publication: identity"""
+        self._graded: frozenset[int] = frozenset()
+        """a newcomer's optimizers whose gradients came from replicas"""
+        self._entry_backwards = -1
         self._readings: dict[int, list[Entry]] = {}
         """step -> what the script has read between its last backward pass before that update and the update"""
         self._provenance: Provenance | None = None
@@ -116,30 +137,46 @@ class Script:
         return list(self._start)
 
     def state_at(self, step: int) -> ReplicaState:
-        """What replicas hold at the end of update `step`, of what the script had made by then."""
-        models, optimizers = self._extent.get(step, (len(self.regions.models), len(self.regions.optimizers)))
-        return self._state(models, optimizers)
+        """What replicas hold at the end of update `step`, of what the script had made by then. Raises Moved."""
+        extent = self._extent.get(step) or self._extent_now()
+        return self._state(extent, self.slow.at(step, extent.slow))
 
     @property
     def state(self) -> ReplicaState:
-        return self._state(len(self.regions.models), len(self.regions.optimizers))
+        """What this rank holds now; a newcomer's is written into."""
+        extent = self._extent_now()
+        return self._state(extent, self.slow.mine(extent.slow))
 
-    def _state(self, models: int, optimizers: int) -> ReplicaState:
+    def _extent_now(self) -> _Extent:
+        regions = self.regions
+        return _Extent(len(regions.models), len(regions.optimizers), self.slow.names(), regions.waiting())
+
+    def _state(self, extent: _Extent, slow: dict[str, torch.Tensor]) -> ReplicaState:
+        regions = self.regions
         return ReplicaState.of(
-            {f"model{i}": one for i, one in enumerate(self.regions.models[:models])},
-            {f"optimizer{i}": one for i, one in enumerate(self.regions.optimizers[:optimizers])},
+            {f"model{i}": one for i, one in enumerate(regions.models[: extent.models]) if regions.trained(one)},
+            {f"optimizer{i}": one for i, one in enumerate(self.regions.optimizers[: extent.optimizers])},
             {},
-            lambda: self._unowned(models, optimizers),
+            lambda: slow | self._unowned(extent) | self._gradients(extent),
         )
 
-    def _unowned(self, models: int, optimizers: int) -> dict[str, torch.Tensor]:
+    def _unowned(self, extent: _Extent) -> dict[str, torch.Tensor]:
         """Trained parameters of modules that the script has not called (only their children, or methods)."""
-        owned = {id(p) for model in self.regions.models[:models] for p in model.parameters()}
+        owned = {id(p) for model in self.regions.models[: extent.models] for p in model.parameters()}
         return {
             f"optimizer{i}.{place}": parameter
-            for i, optimizer in enumerate(self.regions.optimizers[:optimizers])
+            for i, optimizer in enumerate(self.regions.optimizers[: extent.optimizers])
             for place, parameter in optimized(optimizer)
             if id(parameter) not in owned
+        }
+
+    def _gradients(self, extent: _Extent) -> dict[str, torch.Tensor]:
+        """Of parameters that further optimizers are about to update without another backward pass."""
+        return {
+            f"gradient{i}.{place}": parameter.grad
+            for i in extent.waiting
+            for place, parameter in optimized(self.regions.optimizers[i])
+            if parameter.grad is not None
         }
 
     def at(self, phase: str) -> None:
@@ -194,7 +231,7 @@ class Script:
         runtime.publisher.publish(SETUP_STEP, join.encode_setup(runtime))
         self._publish(0)
         self.scalars[0] = self.state.scalars()
-        self._extent[0] = (len(self.regions.models), len(self.regions.optimizers))
+        self._extent[0] = self._extent_now()
         with runtime.gate:  # a recovery must see set-up or step 0, nothing in between
             self._begun = True
             runtime.journal.step = 0
@@ -210,6 +247,7 @@ class Script:
     def before_backward(self, roots: list[torch.Tensor]) -> bool:
         """At the start of every backward pass of the script. Returns whether it is to be run."""
         self._backwards += 1
+        self.regions.no_updates()
         if self.boundary.mode is Mode.LIVE:
             self._losses += [root.detach().clone() for root in _small(roots)]
             if self._begun and ddp.will_synchronize():
@@ -228,6 +266,8 @@ class Script:
         end, closed = self.tape.seal()
         if closed is not None:
             runtime.publisher.publish_segment(end.segments - 1, closed)
+        variables = self._variables()
+        slow, large = self._sort_out(variables.tensors)
         memory = Memory(
             step,
             self._backwards,
@@ -235,20 +275,77 @@ class Script:
             end,
             self._losses,
             [one.changed() for one in self._buffers],
-            {},
-            {},
+            variables.tensors,
+            {path: of for path, of in variables.aliases.items() if of in variables.tensors},
+            variables.scalars,
+            slow,
+            large,
             self.passes.states(),
             self.passes.own_generators(),
         )
         runtime.publisher.publish(step, memory.encode())
         self._published = True
 
+    def _variables(self) -> Loose:
+        """What the script's variables hold, apart from what is known as a model or by an optimizer."""
+        return walk.loose(walk.user_frames(sys._getframe()), self._known())
+
+    def _known(self) -> set[int]:
+        known = {id(module) for model in self.regions.models for module in model.modules()}
+        known.update(id(p) for optimizer in self.regions.optimizers for _, p in optimized(optimizer))
+        return known
+
+    def _sort_out(self, tensors: dict[str, torch.Tensor]) -> tuple[list[str], dict[str, int]]:
+        """Take large tensors out of `tensors`: returns the paths of those that the script keeps, and the others, which
+        are new in each step, with their bytes."""
+        for i, model in enumerate(self.regions.models):
+            if not self.regions.trained(model):
+                self.slow.hold(f"model{i}", dict(model.named_parameters()))
+        room, slow, large, identities = _ROOM, [], {}, {}
+        for path in sorted(tensors, key=lambda path: tensors[path].nbytes):
+            tensor = tensors[path]
+            room -= tensor.nbytes
+            if room >= 0:
+                continue
+            del tensors[path]
+            identities[path] = id(tensor)
+            if self._large.get(path, id(tensor)) == id(tensor):
+                slow.append(path)
+                self.slow.hold(path, {"": tensor})
+            else:
+                self.slow.drop(path)
+                large[path] = tensor.nbytes
+        self._large = identities
+        return slow, large
+
+    def _take_variables(self, memory: Memory) -> list[torch.Tensor]:
+        """A newcomer: give the script's variables the failed rank's values. Returns the tensors."""
+        for path, size in memory.large.items():
+            self.boundary.fail(f"{path} ({size / 1e6:.1f} MB) is read after backward() and too large to be sent")
+        frames, known = walk.user_frames(sys._getframe()), self._known()
+        changed = walk.inject(frames, memory.loose, memory.scalars, known, memory.aliases)
+        elsewhere = {f"{path} (missing)" for path in memory.slow}
+        missing = [path for path in changed if path.endswith(" (missing)") and path not in elsewhere]
+        if missing:
+            self.boundary.fail(f"{missing[0].removesuffix(' (missing)')} is not there in both")
+        here = walk.loose(frames, known)
+        for path in memory.slow:
+            if path not in here.tensors:
+                self.boundary.fail(f"{path} is not there")
+            self.slow.hold(path, {"": here.tensors[path]})
+        return [tensor for path, tensor in here.tensors.items() if path in memory.loose]
+
+    def announce(self) -> None:
+        """A newcomer is about to report that it is ready: its supervisor is to know what it has not printed."""
+        muted = self.outputs.muted()
+        self._runtime.send(Muted(muted.lines, muted.last))
+
     def _become(self, memory: Memory, roots: list[torch.Tensor]) -> None:
         """A newcomer at its last backward pass: take over what only the failed rank knew."""
         boundary = self.boundary
         if self.tape.left:
             boundary.fail(f"{self.tape.left} recorded values were not asked for on the way to update {self._target}")
-        own: list[torch.Tensor] = []
+        own = self._take_variables(memory)
         for root, loss in zip(reversed(roots), reversed(memory.losses), strict=False):
             if root.shape == loss.shape:
                 root.data.copy_(loss)
@@ -340,10 +437,14 @@ class Script:
                 self._unprotect("optimizer.step(closure) runs backward passes inside the update")
                 return update(*args, **kwargs)
             number = self._applied
+            index = self.regions.optimizers.index(optimizer)
+            if self._backwards == self._entry_backwards and index not in self._graded:
+                self._give_up("an optimizer follows on another one without a backward pass, for the first time")
             self.at("optimizer")
             before = randomness.capture() if number < _LATE_CHECKS else None
             with runtime.gate:
                 result = update(*args, **kwargs)
+                self.regions.updated(index)
                 self._commit()
             if before is not None and before != randomness.capture():
                 self._unprotect("the optimizer draws random numbers in its update")
@@ -356,9 +457,10 @@ class Script:
     def _commit(self) -> None:
         """The update is applied. Runs inside the commit gate."""
         step = self._applied = self._applied + 1
+        self.slow.commit(step)
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 3, None)
-        self._extent[step] = (len(self.regions.models), len(self.regions.optimizers))
+        self._extent[step] = self._extent_now()
         self._readings[step] = list(self.tape.pending)
         for kept in (self._extent, self._readings):
             kept.pop(step - 3, None)
@@ -376,6 +478,7 @@ class Script:
     def _stubbed_update(self, optimizer: Optimizer) -> None:
         """A newcomer's optimizer.step(): the place where it becomes live, if its step has come."""
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for the scheduler's order check
+        self.regions.updated(self.regions.optimizers.index(optimizer))
         step = self._applied + 1
         if step < self._target:
             self._applied = step
@@ -403,7 +506,10 @@ class Script:
         self.outputs.go_live()
         self._runtime.journal.step = step
         self.scalars = {step: scalars}
-        self._extent = {step: (len(self.regions.models), len(self.regions.optimizers))}
+        self.slow.commit(step)
+        self._extent = {step: self._extent_now()}
+        self._graded = frozenset(self._extent[step].waiting)
+        self._entry_backwards = self._backwards
         self._readings = {step: list(self.tape.pending)}
         self._begin_step(step)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -25,42 +25,55 @@ class Indescribable(TypeError):
     """The structure holds an object that cannot be made again elsewhere."""
 
 
-def describe(value: Any) -> Any:
-    """Plain data for `stub`. Raises Indescribable."""
+def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
+    """Plain data for `stub`. seen: tensors described so far, by identity. Raises Indescribable."""
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
+        if id(value) in seen:
+            return ("same", seen[id(value)])
         if value.layout is not torch.strided:
             raise Indescribable(f"a {value.layout} tensor")
-        return ("tensor", encoding.dtype_name(value.dtype), list(value.shape), value.requires_grad, str(value.device))
+        seen[id(value)] = len(seen)
+        gradient = 0 if not value.requires_grad else 1 if value.is_leaf else 2
+        return ("tensor", encoding.dtype_name(value.dtype), list(value.shape), gradient, str(value.device))
     kind = type(value)
     if isinstance(value, _PLAIN):
         return ("plain", value)
     if kind in _SEQUENCES:
-        return (_SEQUENCES[kind], [describe(v) for v in value])
+        return (_SEQUENCES[kind], [describe(v, seen) for v in value])
     if kind is dict:
-        return ("dict", [(describe(k), describe(v)) for k, v in value.items()])
+        return ("dict", [(describe(k, seen), describe(v, seen)) for k, v in value.items()])
     name = (kind.__module__, kind.__qualname__)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return ("named", *name, [describe(v) for v in value])
-    items = [(describe(k), describe(v)) for k, v in value.items()] if isinstance(value, Mapping) else None
+        return ("named", *name, [describe(v, seen) for v in value])
     if hasattr(value, "__dict__") and "<locals>" not in name[1] and not isinstance(value, (type, torch.nn.Module)):
-        mapping = items if isinstance(value, dict) else None
-        return ("object", *name, mapping, [(k, describe(v)) for k, v in vars(value).items()])
+        items = None
+        if isinstance(value, dict):
+            items = [(describe(k, seen), describe(v, seen)) for k, v in value.items()]
+        return ("object", *name, items, [(k, describe(v, seen)) for k, v in vars(value).items()])
     raise Indescribable(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def stub(description: Any) -> Any:
-    """Something of the structure that `describe` saw; tensors are zeros. Raises Indescribable."""
+def stub(description: Any, made: list[torch.Tensor] | None = None) -> Any:
+    """Something of the structure that `describe` saw; tensors are zeros. made: those so far. Raises Indescribable."""
+    made = [] if made is None else made
     code, *rest = description
     if code == "tensor":
-        dtype, shape, requires_grad, device = rest
-        tensor = torch.zeros(shape, dtype=encoding.dtype_of(dtype), device=device)
-        return tensor.requires_grad_() if requires_grad else tensor
+        dtype, shape, gradient, device = rest
+        tensor = torch.zeros(shape, dtype=encoding.dtype_of(dtype), device=device, requires_grad=gradient > 0)
+        if gradient > 1:  # not a leaf: the script may change it in place
+            with torch.enable_grad():
+                tensor = tensor.clone()
+        made.append(tensor)
+        return tensor
+    if code == "same":
+        return made[rest[0]]
     if code == "plain":
         return rest[0]
     if code == "dict":
-        return {stub(k): stub(v) for k, v in rest[0]}
+        return {stub(k, made): stub(v, made) for k, v in rest[0]}
     if code in _MADE:
-        return _MADE[code](stub(v) for v in rest[0])
+        return _MADE[code](stub(v, made) for v in rest[0])
     module, qualname, *content = rest
     kind: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -68,14 +81,21 @@ def stub(description: Any) -> Any:
     if not isinstance(kind, type):
         raise Indescribable(f"{module}.{qualname}, which is not there")
     if code == "named":
-        return kind(*(stub(v) for v in content[0]))
-    made: Any = object.__new__(kind) if content[0] is None else kind.__new__(kind)  # type: ignore[call-overload]
-    items, attributes = content
-    if items is not None:
+        return kind(*(stub(v, made) for v in content[0]))
+    return _object(kind, *content, made)
+
+
+def _object(kind: Any, items: Any, attributes: Any, made: list[torch.Tensor]) -> Any:
+    """An object with these entries, if it is a dictionary, and attributes, without calling its constructor."""
+    if items is None:
+        created = object.__new__(kind)
+    else:
+        created = kind.__new__(kind)
+        base = OrderedDict if issubclass(kind, OrderedDict) else dict
         for key, value in items:
-            dict.__setitem__(made, stub(key), stub(value))
-    vars(made).update({name: stub(value) for name, value in attributes})
-    return made
+            base.__setitem__(created, stub(key, made), stub(value, made))
+    vars(created).update({name: stub(value, made) for name, value in attributes})
+    return created
 
 
 class Table:
