@@ -114,8 +114,14 @@ def _objects(boundary: Boundary) -> None:
     def observed(name: str, original: Any, filled: str) -> Any:
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if boundary.begin is not None or not boundary.outside:
+            if not boundary.outside:
                 return original(*args, **kwargs)
+            if boundary.begin is not None:
+                boundary.inside += 1  # what torch, or the set-up's record, reads from tensors in it is not the script's
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    boundary.inside -= 1
             into = kwargs.get(filled, args[_POSITION[name]] if len(args) > _POSITION[name] else None)
 
             def run() -> Any:
