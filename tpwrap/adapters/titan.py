@@ -1,4 +1,4 @@
-"""TorchTitan: its container of optimizers is an optimizer, too, with the same parameters."""
+"""TorchTitan: its container of optimizers is an optimizer, too, with the same parameters. The updates are the inner ones'."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def apply(places: Places, module: Any) -> None:
         result = original(self, *args, **kwargs)
         optimizers = places.regions.optimizers
         optimizers[:] = [one for one in optimizers if one is not self]
+        vars(self).pop("step", None)
         return result
 
     container._post_init = post_init
