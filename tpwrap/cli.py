@@ -146,8 +146,8 @@ def run(
         else:
             if rehearse is not None:
                 raise ConfigError(
-                    "--rehearse works on one machine: before the job, on one node, run "
-                    "tpwrap --nproc-per-node N --rehearse=only COMMAND"
+                    "--rehearse works on one machine, not in a step of srun. In the batch script, before srun, write: "
+                    "tpwrap --nproc-per-node 2 --rehearse=only COMMAND"
                 )
             code = run_slurm(settings, task, recognised, os.environ)
     except ConfigError as e:

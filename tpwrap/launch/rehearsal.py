@@ -182,7 +182,13 @@ class _Rehearsal:
         directory = self._scratch / name
         (directory / "trace").mkdir(parents=True)
         config = msgspec.structs.replace(
-            self._config, inject=faults, inject_file=None, run_dir=str(directory / "run"), log_dir=None, quiet=True
+            self._config,
+            inject=faults,
+            inject_file=None,
+            run_dir=str(directory / "run"),
+            log_dir=None,
+            strict=False,  # the real run sees to that
+            quiet=True,
         )
         task = msgspec.json.encode(Task(config, self._command)).decode()
         began = time.monotonic()
