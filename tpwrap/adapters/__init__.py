@@ -29,6 +29,7 @@ ADAPTERS = (
     Adapter("Hugging Face Trainer", "transformers.trainer", "huggingface"),
     Adapter("Hugging Face Trainer", "transformers.trainer_utils", "huggingface"),
     Adapter("Accelerate", "accelerate.accelerator", "accelerating"),
+    Adapter("Accelerate", "accelerate.data_loader", "accelerating"),
     Adapter("Lightning", "lightning.pytorch.strategies.strategy", "lightning"),
     Adapter("Lightning", "lightning.pytorch.plugins.precision.precision", "lightning"),
     Adapter("Lightning", "lightning.fabric.utilities.cloud_io", "lightning"),

@@ -1,4 +1,8 @@
-"""Accelerate: whether there is room for a checkpoint's directory is a question about the past on a newcomer's way."""
+"""Accelerate.
+
+* Its loaders hold the next batch in a generator while the script trains on one.
+* Whether there is room for a checkpoint's directory is a question about the past on a newcomer's way.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ from tpwrap.adapters.places import Places
 
 
 def apply(places: Places, module: Any) -> None:
+    if module.__name__ == "accelerate.data_loader":
+        places.follow(module.__file__)
+        return
     accelerator = module.Accelerator
     original = accelerator.save_state
 

@@ -62,9 +62,9 @@ class Places:
 
     def follow(self, file: str) -> None:
         """What code in this file asks of files and clocks is recorded, as if it were the script's own."""
-        from tpwrap.engine.script import crossings
+        from tpwrap.engine.script import files
 
-        crossings.follow(file)
+        files.follow(file)
 
     def answered(self, owner: Any, *names: str) -> None:
         """What these functions return (plain data) is recorded; on a newcomer's way they do not run."""

@@ -101,6 +101,9 @@ def _become_ranked(two_lines: bool) -> Any:
     # As under torchrun: init_process_group("env://") takes part in the job's store instead of starting one.
     environ.setdefault("TORCHELASTIC_USE_AGENT_STORE", "True")
     environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
+    from tpwrap.engine.script import rehearsing
+
+    rehearsing.prepare(message.rank, two_lines)
     runtime = Runtime(link, server, key, timeouts, message)
     if not two_lines:
         from tpwrap.engine.script.script import Script

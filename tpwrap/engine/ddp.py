@@ -44,16 +44,17 @@ _readiness: weakref.WeakKeyDictionary[Any, _Readiness] = weakref.WeakKeyDictiona
 
 def install(offline: Callable[[], bool]) -> None:
     """Note every DDP instance that the script makes. offline: whether this is a newcomer before its entry."""
-    original = DistributedDataParallel.__init__
+    # Not the constructor: its warnings name the line that calls it, which would be ours.
+    original: Any = DistributedDataParallel._ddp_init_helper
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _instances.append(weakref.ref(self, _instances.remove))
         if offline():
             _readiness[self] = _Readiness(self)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    DistributedDataParallel._ddp_init_helper = prepared  # type: ignore[method-assign]
 
 
 def will_synchronize() -> bool:

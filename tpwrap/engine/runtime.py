@@ -71,8 +71,9 @@ class Runtime:
         self.timeouts = timeouts
         self.state_server = state_server
         self.gate = CommitGate()
-        budget = int(os.environ.get("TORCHPASS_REPLAY_BUDGET_MB", "2048")) << 20
-        self.journal = _native.Journal(assign.world_size, budget, _RECORD_BYTES)
+        self.budget = int(os.environ.get("TORCHPASS_REPLAY_BUDGET_MB", "2048")) << 20
+        """bytes of inputs of collectives that may be kept for replay"""
+        self.journal = _native.Journal(assign.world_size, self.budget, _RECORD_BYTES)
         self.communicators = Communicators(self.journal, assign.store, timeouts.ready)
         self._lookout = Lookout(self.communicators, assign.world_size)
         self.publisher = Publisher(self.journal, key, assign.rank, timeouts.release)

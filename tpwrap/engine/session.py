@@ -108,7 +108,7 @@ class Batches:
         batch = next(self.iterator)
         self._session.batch_index += 1
         if steps is not None:
-            steps.batch_taken()
+            steps.batch_taken(batch)
         return batch
 
 

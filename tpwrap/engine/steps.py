@@ -19,6 +19,7 @@ from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine import ddp, join, randomness
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.data import Origin, iterator_at
+from tpwrap.engine.script import trace
 from tpwrap.engine.sidecar import Sidecar
 from tpwrap.engine.state import ReplicaState
 
@@ -58,6 +59,7 @@ class Steps:
         self._offline: Sidecar | None = None
         """the sidecar that the offline body is fed with; None when live"""
         self._losses_fed = 0
+        self._trace = trace.Trace.begin(runtime.rank, session=True)
         runtime.attach(self)
         if not runtime.live:
             self._go_offline()
@@ -114,8 +116,10 @@ class Steps:
                 at_batch=randomness.capture(),
             )
 
-    def batch_taken(self) -> None:
+    def batch_taken(self, batch: Any) -> None:
         self._fresh = False
+        if self._trace is not None and self._offline is None:
+            self._trace.batch(batch)
 
     def _begin(self) -> None:
         """The first step boundary: set-up is over."""
@@ -149,6 +153,9 @@ class Steps:
                         root.data.copy_(fed[self._losses_fed])
                     self._losses_fed += 1
             return
+        if self._trace is not None:
+            for root in roots:
+                self._trace.loss(root)
         self._losses += [root.detach().clone() for root in small]
         if ddp.will_synchronize():
             self._publish()
@@ -189,6 +196,8 @@ class Steps:
                 result = original(*args, **kwargs)
                 self._commit()
             self._runtime.injector.at("commit", number)
+            if self._trace is not None and self._trace.done(number + 1):
+                trace.leave(self._runtime, number + 1)
             return result
 
         optimizer.step = step  # type: ignore[method-assign]
@@ -199,6 +208,11 @@ class Steps:
         self._check_publication(step)
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 2, None)
+        if self._trace is not None:
+            session = self._session
+            values = {name: get() for name, (get, _) in session._registered.items()}
+            values |= {"tp.epoch": session.epoch, "tp.batch_index": session.batch_index}
+            self._trace.commit(step, self.state.digests(), self.scalars[step], values, randomness.capture())
         self._begin_step(step)
         self._runtime.progress(step)
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 from tpwrap.engine import randomness
+from tpwrap.engine.script.files import is_script_file
 from tpwrap.engine.script.tape import LARGEST, Diverged, Tape
 
 
@@ -52,6 +55,8 @@ class Boundary:
         self.window: Window = lambda kind, line, compute, subjects: compute()
         self.reduced: Callable[[tuple[Any, ...]], None] = lambda tensors: None
         """told in Mode.WINDOW of tensors that a collective has made equal on all ranks"""
+        self.observer: Callable[[str, str, tuple[Any, ...]], None] | None = None
+        """told in Mode.LIVE of each value that comes out: kind, where, subjects"""
         self.too_large: dict[int, int] = {}
         """lines whose values were not recorded: bytes"""
         self._fail = fail
@@ -78,6 +83,8 @@ class Boundary:
                 return compute()
 
         if self.mode is Mode.LIVE:
+            if self.observer is not None:
+                self.observer(kind, where(sys._getframe(2)), subjects)
             value = computed()
             size = getattr(value, "nbytes", 0)
             if size > LARGEST:
@@ -152,6 +159,13 @@ class Boundary:
     def settle_draws(self) -> None:
         """A newcomer's generators are now those of the failed rank, and others than the tape alone would give."""
         self._drawn.settle()
+
+
+def where(frame: FrameType | None) -> str:
+    """The line of the script that is being executed, "train.py:57"; "" where none is on the stack."""
+    while frame is not None and not is_script_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 class _Draws:

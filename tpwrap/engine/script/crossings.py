@@ -24,10 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_c10d
 
 from tpwrap.engine.script.boundary import Boundary, Mode
-
-_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+from tpwrap.engine.script.files import is_script_file
 
 _VALUES = (
     "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__",
@@ -41,24 +38,6 @@ _FILES: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
            "strftime", "ctime", "asctime", "localtime", "gmtime")  # fmt: skip
-
-
-def is_script_file(name: str) -> bool:
-    """Whether code in this file is the user's own, not a library's."""
-    known = _script_files.get(name)
-    if known is None:
-        absolute = os.path.abspath(name)
-        library = absolute.startswith((_STANDARD, _OURS)) or any(part in absolute for part in _PACKAGES)
-        known = _script_files[name] = not library and not name.startswith("<frozen")
-    return known
-
-
-_script_files: dict[str, bool] = {}
-
-
-def follow(file: str) -> None:
-    """A library's file whose questions about files and clocks count as the script's."""
-    _script_files[file] = True
 
 
 def install(boundary: Boundary) -> None:

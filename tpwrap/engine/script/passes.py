@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,8 @@ class Passes:
 
     def __init__(self, boundary: Boundary, table: shapes.Table) -> None:
         self.boundary = boundary
+        self.on_batch: Callable[[Any], None] | None = None
+        """called with each batch that a live script is given"""
         self.loaders: list[Any] = []
         """in the order of their first use"""
         self.indescribable = ""
@@ -146,6 +148,8 @@ class Passes:
             self.indescribable = self.indescribable or f"a batch holds {error}"
             recorded = (-1, ("plain", None))
         self.boundary.tape.record("b", 0, recorded)
+        if self.on_batch is not None and self.boundary.mode is Mode.LIVE:
+            self.on_batch(batch)
         return batch
 
     def _stub(self, one: Pass) -> Any:

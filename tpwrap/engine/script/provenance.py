@@ -9,11 +9,11 @@ are equal on all ranks, so any survivor has read the same value; what the newcom
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 
 class Origin(enum.Enum):
@@ -22,25 +22,47 @@ class Origin(enum.Enum):
     REPLICATED = "replicated"
     """computed from weights or gradients"""
     LOST = "lost"
+    """only the failed rank had it"""
 
 
 class Provenance(TorchFunctionMode):
-    """Follows tensors through torch's functions while it is active."""
+    """Follows tensors through torch's functions while it is active.
 
-    def __init__(self, own: Iterable[torch.Tensor], replicated: Iterable[torch.Tensor]) -> None:
+    default: of tensors that nobody has marked. gradient: of the gradients of `replicated`.
+    """
+
+    def __init__(
+        self,
+        own: Iterable[torch.Tensor],
+        replicated: Sequence[torch.Tensor],
+        default: Origin = Origin.LOST,
+        gradient: Origin = Origin.REPLICATED,
+    ) -> None:
         super().__init__()
+        self._default = default
+        self._gradient = gradient
+        self._idle = False
         self._origins: dict[int, Origin] = {}
         self._kept: list[torch.Tensor] = []  # ids must not be used again
         for tensor in own:
             self.mark(tensor, Origin.OWN)
+        self._parameters = {id(tensor) for tensor in replicated}
         for tensor in replicated:
-            self.mark(tensor, Origin.REPLICATED)
+            self.mark(tensor, Origin.REPLICATED if default is Origin.LOST else default)
 
     def start(self) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def stop(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def stop(self) -> bool:
+        """Follow no more. False if this is called from within a function of torch that is being followed (backward() is
+        one): call it again from elsewhere, so that the mode can be taken off torch's stack."""
+        self._idle = True
+        self._origins.clear()
+        self._kept.clear()
+        if _get_current_function_mode() is not self:
+            return False
+        self.__exit__(None, None, None)
+        return True
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         self._kept.append(tensor)
@@ -48,18 +70,25 @@ class Provenance(TorchFunctionMode):
 
     def origin(self, *values: Any) -> Origin:
         """Of what is computed from `values`."""
-        origins = {self._origins.get(id(tensor), Origin.LOST) for tensor in _tensors(values)}
+        origins = {self._origins.get(id(tensor), self._default) for tensor in _tensors(values)}
         if Origin.LOST in origins:
             return Origin.LOST
         return Origin.REPLICATED if Origin.REPLICATED in origins else Origin.OWN
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._idle:
+            return func(*args, **kwargs)
         origin = self.origin(args, kwargs)
+        if func is _GRADIENT and id(args[0]) in self._parameters:
+            origin = self._gradient
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self.mark(tensor, origin)
         return result
+
+
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.distributed_c10d as torch_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tpwrap.engine import ddp
@@ -45,11 +44,8 @@ class Regions:
         self._zeros: dict[int, torch.Tensor] = {}
 
     def install(self) -> None:
-        # What these read from tensors depends on whether there are other ranks to talk to.
+        # What it reads from tensors depends on whether there are other ranks to talk to.
         torch_c10d._new_process_group_helper = self._boundary.quiet(torch_c10d._new_process_group_helper)
-        DistributedDataParallel.__init__ = self._boundary.quiet(  # type: ignore[method-assign]
-            DistributedDataParallel.__init__
-        )
         self._install_models()
         self._install_backward()
         self._install_optimizers()
@@ -203,6 +199,11 @@ class Regions:
         for earlier in self._row:
             self._followers.setdefault(earlier, set()).add(index)
         self._row.append(index)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether an optimizer has updated since the last backward pass began."""
+        return bool(self._row)
 
     def no_updates(self) -> None:
         """A backward pass begins: what updates now does not follow on the updates before."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tpwrap.engine.script import trace
-from tpwrap.engine.script.crossings import is_script_file
+from tpwrap.engine.script.files import is_script_file
 from tpwrap.engine.script.outputs import Outputs
 
 _open, _lstat = os.open, os.lstat

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -20,14 +21,16 @@ import torch.distributed as dist
 
 from tpwrap import adapters
 from tpwrap.adapters.places import Places
-from tpwrap.control.messages import Muted, Notice, Plan, Unprotected
+from tpwrap.control.messages import Muted, Notice, Plan, Protection, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.core import lint
+from tpwrap.core.lint import Facts, Finding, Large, Place
 from tpwrap.engine import ddp, encoding, join, randomness
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.scalars import optimized
-from tpwrap.engine.script import crossings, shapes, walk
-from tpwrap.engine.script.boundary import Boundary, Mode
+from tpwrap.engine.script import crossings, facts, shapes, trace, walk
+from tpwrap.engine.script.boundary import Boundary, Mode, where
 from tpwrap.engine.script.memory import Memory
 from tpwrap.engine.script.outputs import Outputs
 from tpwrap.engine.script.passes import Passes
@@ -50,6 +53,10 @@ _LATE_CHECKS = 20
 
 _ROOM = 1 << 20
 """bytes of tensors in the script's variables that are sent with every step"""
+_REPORTED = (0, 1, 3)
+"""updates after which more is known about what is protected"""
+_WATCHED = 2
+"""the update in which the engine looks where values come from"""
 _AHEAD = 3
 """updates after its entry at which a newcomer has done all that the failed rank can have done"""
 
@@ -94,9 +101,17 @@ class Script:
         self._graded: frozenset[int] = frozenset()
         """a newcomer's optimizers whose gradients came from replicas"""
         self._entry_backwards = -1
+        self._findings: dict[str, Finding] = {}
+        self._lost: dict[str, int] = {}
+        """paths of tensors in variables that a newcomer would lack: bytes"""
+        self._closures: list[Place] = []
+        self._sidecar_bytes = 0
+        self._threads = set(threading.enumerate())
         self._readings: dict[int, list[Entry]] = {}
         """step -> what the script has read between its last backward pass before that update and the update"""
         self._provenance: Provenance | None = None
+        self._stopped: list[Provenance] = []
+        """to be taken off torch's stack of modes"""
         self._memory: Memory | None = None
         """a newcomer's: what it is to become"""
         self._target = 0
@@ -110,11 +125,18 @@ class Script:
         if not runtime.live:
             self.boundary.mode = Mode.FORWARD
         self.outputs = Outputs(self._ask_of_output, self.boundary.aside, os.environ.get("TORCHPASS_RUN_DIR"))
-        self.outputs.install(live=runtime.live)
+        again = runtime.live and runtime.entry is not None
+        self.outputs.install(live=runtime.live and not trace.rehearsing(), again=again)
+        if again:
+            runtime.send(Muted(0, []))
+        self._trace = trace.Trace.begin(runtime.rank, session=False)
+        if self._trace is not None:
+            self.passes.on_batch = self._trace.batch
         crossings.install(self.boundary)
         self.passes.install()
         self.regions.install()
-        adapters.install(Places(self), Patches().when_imported)
+        self._places = Places(self)
+        adapters.install(self._places, Patches().when_imported)
         runtime.attach(self)
         runtime.injector.at("setup", SETUP_STEP)
 
@@ -123,7 +145,8 @@ class Script:
         if self._applied:
             return False
         self.boundary.mode = Mode.OFF
-        self.outputs.uninstall()
+        if not trace.rehearsing():
+            self.outputs.uninstall()
         return True
 
     @property
@@ -248,10 +271,18 @@ class Script:
         """At the start of every backward pass of the script. Returns whether it is to be run."""
         self._backwards += 1
         self.regions.no_updates()
+        self._watch_no_more()
         if self.boundary.mode is Mode.LIVE:
+            if self._begun and self._applied in _REPORTED:
+                self._report()
+            if self._trace is not None:
+                for root in roots:
+                    self._trace.loss(root)
             self._losses += [root.detach().clone() for root in _small(roots)]
             if self._begun and ddp.will_synchronize():
                 self._publish(self._applied + 1)
+                if self._applied == _WATCHED:
+                    self._watch_window(roots)
             return True
         return self.last_body and ddp.present()
 
@@ -283,8 +314,11 @@ class Script:
             self.passes.states(),
             self.passes.own_generators(),
         )
-        runtime.publisher.publish(step, memory.encode())
+        blob = memory.encode()
+        runtime.publisher.publish(step, blob)
         self._published = True
+        self._sidecar_bytes = len(blob)
+        self._lost = large
 
     def _variables(self) -> Loose:
         """What the script's variables hold, apart from what is known as a model or by an optimizer."""
@@ -419,8 +453,80 @@ class Script:
 
     def _leave_window(self) -> None:
         if self._provenance is not None:
-            self._provenance.stop()
+            self._stopped.append(self._provenance)
             self._provenance = None
+        self._take_off()
+
+    def _take_off(self) -> None:
+        self._stopped = [one for one in self._stopped if not one.stop()]
+
+    # --- what is protected ------------------------------------------------------------------------
+
+    def _watch_window(self, roots: list[torch.Tensor]) -> None:
+        """Look once at where the values come from that the script reads between backward and the end of the update."""
+        own = [*self._variables().tensors.values(), *_small(roots)]
+        self._watch(Provenance(own, self._replicated()))
+
+    def _watch_tail(self) -> None:
+        """The same after the update, where all is known but the gradients, which are used up."""
+        self._watch(Provenance([], self._replicated(), default=Origin.OWN, gradient=Origin.LOST))
+
+    def _watch(self, provenance: Provenance) -> None:
+        self._watch_no_more()
+        self._provenance = provenance
+        self.boundary.observer = self._observe
+        provenance.start()
+
+    def _watch_no_more(self) -> None:
+        if self.boundary.observer is not None:
+            self.boundary.observer = None
+            self._leave_window()
+
+    def _observe(self, kind: str, where: str, subjects: tuple[Any, ...]) -> None:
+        if kind != "v" or self._provenance is None or self._provenance.origin(*subjects) is not Origin.LOST:
+            return
+        if self._entry_backwards == self._backwards:  # a newcomer, right after its entry
+            self._give_up(f"{where} reads gradients after optimizer.step(), which only the failed rank had")
+        after = self.regions.has_updated
+        what = "gradients are read after optimizer.step()" if after else (
+            "a value is read between backward() and the end of optimizer.step() that no other rank has"
+        )
+        fix = "read it before optimizer.step()" if after else "read it before backward(), or after optimizer.step()"
+        self._findings[where] = Finding("unprotected", f"lost {where}", what, where, fix)
+
+    def _report(self) -> None:
+        """Tell what was recognised and what is protected; as often as more may be known."""
+        with self.boundary.aside():
+            runtime, regions, passes = self._runtime, self.regions, self.passes
+            others = list(self._findings.values())
+            fix = f"take less out, or {lint.TWO_LINES}"
+            others += [
+                Finding("unprotected", reason, f"{reason}, which cannot be made anew elsewhere", "", lint.TWO_LINES)
+                for reason in (passes.indescribable, regions.indescribable)
+                if reason
+            ]
+            others += [
+                Finding("unprotected", f"size {line}", f"line {line} takes {lint.size(size)} out of a tensor", "", fix)
+                for line, size in self.boundary.too_large.items()
+            ]
+            found = facts.gather(
+                step=self._applied,
+                world_size=runtime.world_size,
+                loaders=passes.loaders,
+                models=[model for model in regions.models if regions.trained(model)],
+                optimizers=regions.optimizers,
+                schedulers=[one for ref in regions.schedulers if (one := ref()) is not None],
+                scalers=regions.scalers,
+                adapters=tuple(self._places.applied),
+                sidecar_bytes=self._sidecar_bytes,
+                journal_budget=runtime.budget,
+                tape_bytes=self.tape.bytes / self._applied if self._applied else 0.0,
+                large=tuple(Large(path, size) for path, size in self._lost.items()),
+                threads=facts.threads(self._threads),
+                closures=tuple(self._closures),
+                others=tuple(others),
+            )
+            protect(runtime, found)
 
     # --- updates ----------------------------------------------------------------------------------
 
@@ -434,8 +540,11 @@ class Script:
             if boundary.mode is not Mode.LIVE:
                 return self._stubbed_update(optimizer)
             if any(callable(argument) for argument in (*args, *kwargs.values())):
+                self._closures = [Place("", where(sys._getframe(2)))]
+                self._report()
                 self._unprotect("optimizer.step(closure) runs backward passes inside the update")
                 return update(*args, **kwargs)
+            self._take_off()
             number = self._applied
             index = self.regions.optimizers.index(optimizer)
             if self._backwards == self._entry_backwards and index not in self._graded:
@@ -448,7 +557,11 @@ class Script:
                 self._commit()
             if before is not None and before != randomness.capture():
                 self._unprotect("the optimizer draws random numbers in its update")
+            if number == _WATCHED:
+                self._watch_tail()
             runtime.injector.at("commit", number)
+            if self._trace is not None and self._trace.done(number + 1):
+                trace.leave(runtime, number + 1)
             return result
         finally:
             if not nested:
@@ -464,6 +577,9 @@ class Script:
         self._readings[step] = list(self.tape.pending)
         for kept in (self._extent, self._readings):
             kept.pop(step - 3, None)
+        if self._trace is not None:
+            values = trace.variables(sys._getframe())
+            self._trace.commit(step, self.state.digests(), self.scalars[step], values, randomness.capture())
         if step == self._entry + _AHEAD:
             self.outputs.caught_up()
         self._begin_step(step)
@@ -491,6 +607,7 @@ class Script:
         if join.join(self._runtime, self, step):
             randomness.restore(state)
             self.boundary.settle_draws()
+            self._watch_tail()
         else:
             self.follow()
 
@@ -503,7 +620,10 @@ class Script:
         self._memory = None
         self._entry = step
         self.boundary.mode = Mode.LIVE
-        self.outputs.go_live()
+        if self._trace is None:
+            self.outputs.go_live()
+        else:
+            self._trace.entered()
         self._runtime.journal.step = step
         self.scalars = {step: scalars}
         self.slow.commit(step)
@@ -544,3 +664,10 @@ class Script:
 
 def _small(roots: list[torch.Tensor]) -> list[torch.Tensor]:
     return [root for root in roots if root.numel() <= 64]
+
+
+def protect(runtime: Runtime, found: Facts) -> None:
+    """Send what was found. Under --strict, what is not protected ends the job here, before a further update."""
+    runtime.send(Protection(found))
+    if os.environ.get("TORCHPASS_STRICT") == "1" and lint.unprotected(lint.judge(found)):
+        runtime.wait_for_end()

@@ -82,7 +82,8 @@ def stub(description: Any, made: list[torch.Tensor] | None = None) -> Any:
         raise Indescribable(f"{module}.{qualname}, which is not there")
     if code == "named":
         return kind(*(stub(v, made) for v in content[0]))
-    return _object(kind, *content, made)
+    items, attributes = content
+    return _object(kind, items, attributes, made)
 
 
 def _object(kind: Any, items: Any, attributes: Any, made: list[torch.Tensor]) -> Any:

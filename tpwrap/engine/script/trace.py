@@ -28,7 +28,7 @@ import torch
 
 from tpwrap.engine import encoding
 from tpwrap.engine.randomness import State
-from tpwrap.engine.script.crossings import is_script_file
+from tpwrap.engine.script.files import is_script_file
 from tpwrap.engine.script.liveness import live_names
 
 if TYPE_CHECKING:
