@@ -36,7 +36,7 @@ def _redirect(places: Places, module: Any) -> None:
         regions.found(wrapper)
         name = method if isinstance(method, str) else method.__name__
         training = name == "training_step" and torch.is_grad_enabled()
-        if places.skipping and not (training and places.script.last_body):
+        if places.skipping and not (training and regions.for_real(wrapper)):
             return getattr(inner, name)(*args, **kwargs)
         # The call goes through the wrapper and ends in the script's method: neither of the two modules is a region on
         # that way, and within the method the inner one is again.

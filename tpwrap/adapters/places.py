@@ -24,6 +24,8 @@ class _Regions(Protocol):
 
     def found(self, module: Any) -> None: ...
 
+    def for_real(self, module: Any) -> bool: ...
+
     def see_through(self, module: Any, through: bool) -> None: ...
 
 
@@ -35,9 +37,6 @@ class _Script(Protocol):
     boundary: Any
     regions: Any
     passes: Any
-
-    @property
-    def last_body(self) -> bool: ...
 
 
 class Places:

@@ -306,6 +306,14 @@ def install(communicators: Communicators) -> None:
     if _RealNccl is not None:
         torch_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
 
+    def set_default_timeout(backend: Any, timeout: dt.timedelta) -> None:
+        """torch's way to change a group's time-out: it is that of what is built from now on."""
+        for communicator in communicators.all:
+            if communicator.backend is backend:
+                communicator.timeout = timeout
+
+    _native.JournaledBackend._set_default_timeout = set_default_timeout  # type: ignore[attr-defined]
+
     original = torch_c10d._new_process_group_helper
     parameters = inspect.signature(original)
     occasions: Counter[str] = Counter()

@@ -63,20 +63,9 @@ def will_synchronize() -> bool:
     return not instances or any(instance.require_backward_grad_sync for instance in instances)
 
 
-def present() -> bool:
-    """Whether the script trains with DDP."""
-    return bool(_alive())
-
-
-def inside(module: torch.nn.Module) -> bool:
-    """Whether gradients of this module, or of a part of it, are synchronized by DDP."""
-    return any(isinstance(one, DistributedDataParallel) or _replicates(one) for one in module.modules())
-
-
-def _replicates(module: torch.nn.Module) -> bool:
-    """Whether `replicate(module)` was called: DDP from within the module's hooks."""
-    state = _get_module_state(module)
-    return state is not None and type(state).__name__ == "_ReplicateState"
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether `replicate(module)` was called: DDP from within the module's hooks, made at its first forward."""
+    return any(type(_get_module_state(one)).__name__ == "_ReplicateState" for one in module.modules())
 
 
 def _alive() -> list[Any]:
@@ -93,22 +82,32 @@ def finish_bucket_phase(step: int) -> None:
         order = [] if readiness is None else readiness.stop()
         if instance.static_graph and step >= 2:
             _second_pass(instance, order)
-        if step >= _rebuilt_at(instance):
-            instance.reducer._rebuild_buckets()
+        if step > passes_needed(instance):
+            rebuild(instance)
 
 
-def layout_step() -> int:
-    """The first step at which all bucket layouts are final."""
-    return max(map(_rebuilt_at, _alive()), default=2)
+def passes_needed(instance: Any) -> int:
+    """Synchronized passes after which the order of the gradients is known: a static graph is learned in the first one,
+    and the order only in the second."""
+    return 2 if instance.static_graph else 1
 
 
-LAST_LAYOUT_STEP = 3
-"""what `layout_step` is at most"""
+def rebuild(instance: Any) -> None:
+    """As DDP does at the start of each forward: rebuild the buckets once the order of the gradients is known."""
+    if instance.reducer._rebuild_buckets():
+        instance._has_rebuilt_buckets = True
 
 
-def _rebuilt_at(instance: Any) -> int:
-    """A static graph is learned in the first pass, and the order of its gradients only in the second one."""
-    return LAST_LAYOUT_STEP if instance.static_graph else 2
+def within(module: torch.nn.Module) -> list[Any]:
+    """The DDP instances that are this module, or parts of it."""
+    found = []
+    for one in module.modules():
+        state: Any = _get_module_state(one)
+        if isinstance(one, DistributedDataParallel):
+            found.append(one)
+        elif type(state).__name__ == "_ReplicateState" and getattr(state, "_ddp", None) is not None:
+            found.append(state._ddp)
+    return found
 
 
 def _second_pass(instance: Any, order: list[torch.nn.Parameter]) -> None:
@@ -130,13 +129,13 @@ def _second_pass(instance: Any, order: list[torch.nn.Parameter]) -> None:
         )
 
 
-def layout(step: int) -> str:
+def layout() -> str:
     """A fingerprint of all bucket layouts; "" before they are final and without DDP.
 
     Call it where no backward pass is running: it takes the reducer's lock.
     """
     instances = _alive()
-    if step < layout_step() or not instances:
+    if not instances or not all(instance._has_rebuilt_buckets for instance in instances):
         return ""
     parts = []
     for instance in instances:

@@ -124,7 +124,7 @@ def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, 
     # From the assignment to the point of entry: imports, set-up, the offline body.
     script = time.monotonic() - runtime.assigned_at
 
-    if not runtime.bucket_phase_done:
+    if not runtime.bucket_phase_done and runtime.script is None:
         ddp.finish_bucket_phase(plan.step)
         runtime.bucket_phase_done = True
     if any(communicator.group.served_mismatches for communicator in runtime.communicators.all):
@@ -153,7 +153,7 @@ def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, 
     digest = combined(inventory.digests, inventory.scalars)
     clock.lap("verify")
     steps.announce()
-    runtime.send(Ready(plan.generation, plan.step, digest, ddp.layout(plan.step), {"script": script, **clock.laps}))
+    runtime.send(Ready(plan.generation, plan.step, digest, ddp.layout(), {"script": script, **clock.laps}))
     runtime.wait_resume(plan.generation)
     runtime.injector.at("recovery", plan.step, "resume")
     return blob, inventory.scalars

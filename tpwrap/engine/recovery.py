@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from tpwrap.control.messages import Plan, Ready, Release, Released, Resume, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.state import StateError, combined
 from tpwrap.engine.transfer import Offer
@@ -122,7 +121,7 @@ class Recovery:
                 plan.generation,
                 runtime.step,
                 digest,
-                runtime.layout if plan.step >= ddp.layout_step() else "",
+                runtime.layout,
                 {"rebuild": rebuilt - began, "verify": time.monotonic() - rebuilt},
             )
         )

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _current: Runtime | None = None
 _PROGRESS_PERIOD = 0.25
+_LAYOUT_STEPS = 64
+"""steps in which DDP's buckets are expected to get their final layout"""
 _RECORD_BYTES = 64 << 20
 """of set-up results; what does not fit (initial parameters, as a rule) comes from a replica anyway"""
 
@@ -103,7 +105,7 @@ class Runtime:
             self.communicators.offline = True
             self.journal.go_offline()
         communicators.install(self.communicators)
-        ddp.install(lambda: self.communicators.offline)
+        ddp.install(lambda: self.communicators.offline and self.script is None)
         steps.install_backward_hook(self)
         register_optimizer_step_post_hook(self._after_update)
         threading.Thread(target=self._watch_failures, name="torchpass-watch", daemon=True).start()
@@ -159,8 +161,8 @@ class Runtime:
 
     def progress(self, step: int) -> None:
         """Runs in the training thread at every commit."""
-        if step <= ddp.LAST_LAYOUT_STEP and step == ddp.layout_step():
-            self.layout = ddp.layout(step)
+        if not self.layout and step <= _LAYOUT_STEPS:
+            self.layout = ddp.layout()
         now = time.monotonic()
         if now - self._last_progress >= _PROGRESS_PERIOD:
             self._last_progress = now
@@ -249,7 +251,7 @@ class Runtime:
             # A new failure between Resume and here: we were told to release while we did not count as live yet.
             self._recovery.post(Release(overtaken, "failure while entering"))
             self.journal.suspend()
-        self.layout = ddp.layout(self.step)
+        self.layout = ddp.layout()
 
     def finish(self, step: int) -> None:
         from tpwrap.control.messages import Finished

@@ -52,6 +52,8 @@ class Boundary:
         """regions passed, including the one that runs"""
         self.begin: Callable[[], None] | None = None
         """called at the first region of the training"""
+        self.next_region: Callable[[], None] | None = None
+        """called at the next region"""
         self.window: Window = lambda kind, line, compute, subjects: compute()
         self.reduced: Callable[[tuple[Any, ...]], None] = lambda tensors: None
         """told in Mode.WINDOW of tensors that a collective has made equal on all ranks"""
@@ -137,6 +139,9 @@ class Boundary:
         if self.begin is not None:
             begin, self.begin = self.begin, None
             begin()
+        if self.next_region is not None:
+            pending, self.next_region = self.next_region, None
+            pending()
         self.regions += 1
         if self.mode in _OBSERVED:
             drawn = self._drawn.between()

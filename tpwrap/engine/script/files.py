@@ -23,5 +23,14 @@ _script_files: dict[str, bool] = {}
 
 
 def follow(file: str) -> None:
-    """A library's file whose questions about files and clocks count as the script's."""
+    """Code in this file of a library counts as the script's own: what it asks of files and clocks, and what its
+    variables hold during a step."""
     _script_files[file] = True
+    _followed.add(file)
+
+
+def is_followed(file: str) -> bool:
+    return file in _followed
+
+
+_followed: set[str] = set()

@@ -84,7 +84,8 @@ class Passes:
         self.indescribable = ""
         """why batches of some loader cannot be made again, if so"""
         self._table = table
-        self._count = 0
+        self.count = 0
+        """passes begun"""
         self._alive: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
         self._originals: dict[type, Any] = {}
 
@@ -101,8 +102,8 @@ class Passes:
                 return original(self)
             if all(one is not self for one in passes.loaders):
                 passes.loaders.append(self)
-            made = Pass(passes, self, passes._count)
-            passes._count += 1
+            made = Pass(passes, self, passes.count)
+            passes.count += 1
             passes._alive[made.number] = made
             return made
 

@@ -68,6 +68,10 @@ class Provenance(TorchFunctionMode):
         self._kept.append(tensor)
         self._origins[id(tensor)] = origin
 
+    def known(self, tensor: torch.Tensor) -> Origin | None:
+        """What is known of this very tensor."""
+        return self._origins.get(id(tensor))
+
     def origin(self, *values: Any) -> Origin:
         """Of what is computed from `values`."""
         origins = {self._origins.get(id(tensor), self._default) for tensor in _tensors(values)}

@@ -31,11 +31,14 @@ class Regions:
         self.schedulers: list[Any] = []
         self.scalers: list[Any] = []
         self.indescribable = ""
+        self.real = False
+        """a newcomer has run a model since the last backward pass"""
         self.through = 0
         """calls of wrappers (DDP) around code of the script's own"""
         self._boundary = boundary
         self._table = table
         self._script = script
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._has_parameters: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._row: list[int] = []
@@ -88,8 +91,7 @@ class Regions:
             if boundary.mode is Mode.WINDOW:
                 boundary.fail("a model is called between backward() and the end of optimizer.step()")
             description = self._table.look_up(boundary.cross("m", lambda: None, 0))
-            if self._script.last_body and torch.is_grad_enabled() and (self.through or ddp.inside(module)):
-                # The one pass that its reducer must see, so that its buckets are laid out as the survivors' are.
+            if self.through or self.for_real(module):
                 return call(module, *args, **kwargs)
             try:
                 return shapes.stub(description)
@@ -104,6 +106,25 @@ class Regions:
             self._known.update(module.modules())
             self.models.append(module)
             self._script.model_found(module)
+
+    def for_real(self, module: torch.nn.Module) -> bool:
+        """Whether a newcomer must run this call of a module. Ask once for each call.
+
+        A reducer of DDP must see its first synchronized pass (of a static graph, two), so that it lays out its buckets
+        as the survivors' have done.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        instances = ddp.within(module)
+        real = not instances and ddp.is_replicated(module)
+        for instance in instances:
+            ddp.rebuild(instance)
+            seen = self._seen.get(instance, 0)
+            if instance.require_backward_grad_sync and seen < ddp.passes_needed(instance):
+                self._seen[instance] = seen + 1
+                real = True
+        self.real = self.real or real
+        return real
 
     def see_through(self, module: torch.nn.Module, through: bool) -> None:
         """Whether calls of a module with parameters are to be taken for the script's own code."""
@@ -225,6 +246,11 @@ class Regions:
             original(self, *args, **kwargs)
 
         torch.optim.lr_scheduler.LRScheduler.__init__ = init  # type: ignore[method-assign]
+
+    def scales(self) -> list[torch.Tensor]:
+        """Tensors of gradient scalers. They follow from whether updates went through, so a newcomer's are true."""
+        held = [value for scaler in self.scalers for value in vars(scaler).values()]
+        return [value for value in held if isinstance(value, torch.Tensor)]
 
     # --- gradient scalers -------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ _ROOM = 1 << 20
 """bytes of tensors in the script's variables that are sent with every step"""
 _REPORTED = (0, 1, 3)
 """updates after which more is known about what is protected"""
-_WATCHED = 2
-"""the update in which the engine looks where values come from"""
+_WATCHED = (0, 2)
+"""updates in which the engine looks where values come from"""
 _AHEAD = 3
 """updates after its entry at which a newcomer has done all that the failed rank can have done"""
 
@@ -86,6 +86,8 @@ class Script:
         self.passes = Passes(self.boundary, table)
         self.regions = Regions(self.boundary, table, self)
         self._begun = False
+        self._looked = 0
+        """passes begun when generators were looked for"""
         self._applied = 0
         self._backwards = 0
         self._buffers: list[LocalBuffers] = []
@@ -107,8 +109,11 @@ class Script:
         self._closures: list[Place] = []
         self._sidecar_bytes = 0
         self._threads = set(threading.enumerate())
-        self._readings: dict[int, list[Entry]] = {}
-        """step -> what the script has read between its last backward pass before that update and the update"""
+        self._readings: dict[int, tuple[list[Entry], dict[str, torch.Tensor]]] = {}
+        """step -> what the script has read between its last backward pass before that update and the update, and the
+        variables in `_derived`"""
+        self._derived: set[str] = set()
+        """paths of variables that hold what was computed from gradients, and are read after the update"""
         self._provenance: Provenance | None = None
         self._stopped: list[Provenance] = []
         """to be taken off torch's stack of modes"""
@@ -235,11 +240,6 @@ class Script:
         randomness.restore(self._start)
         self.boundary.settle_draws()
 
-    @property
-    def last_body(self) -> bool:
-        """A newcomer is between the last update before its entry's and that one."""
-        return self._memory is not None and self._applied >= self._memory.step - 1
-
     def _begin(self) -> None:
         """The first region of the training: set-up is over."""
         runtime = self._runtime
@@ -260,7 +260,6 @@ class Script:
             runtime.journal.step = 0
         runtime.setup_done()
         self._begin_step(0)
-        self.at("between")
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -281,10 +280,11 @@ class Script:
             self._losses += [root.detach().clone() for root in _small(roots)]
             if self._begun and ddp.will_synchronize():
                 self._publish(self._applied + 1)
-                if self._applied == _WATCHED:
+                if self._applied in _WATCHED:
                     self._watch_window(roots)
             return True
-        return self.last_body and ddp.present()
+        real, self.regions.real = self.regions.real, False
+        return real
 
     def after_stubbed_backward(self, roots: list[torch.Tensor]) -> None:
         """A newcomer, at the end of every backward pass on its way."""
@@ -322,6 +322,9 @@ class Script:
 
     def _variables(self) -> Loose:
         """What the script's variables hold, apart from what is known as a model or by an optimizer."""
+        if self._looked != self.passes.count:
+            self._looked = self.passes.count
+            walk.find_generators()
         return walk.loose(walk.user_frames(sys._getframe()), self._known())
 
     def _known(self) -> set[int]:
@@ -332,9 +335,7 @@ class Script:
     def _sort_out(self, tensors: dict[str, torch.Tensor]) -> tuple[list[str], dict[str, int]]:
         """Take large tensors out of `tensors`: returns the paths of those that the script keeps, and the others, which
         are new in each step, with their bytes."""
-        for i, model in enumerate(self.regions.models):
-            if not self.regions.trained(model):
-                self.slow.hold(f"model{i}", dict(model.named_parameters()))
+        untrained = self._hold_untrained()
         room, slow, large, identities = _ROOM, [], {}, {}
         for path in sorted(tensors, key=lambda path: tensors[path].nbytes):
             tensor = tensors[path]
@@ -347,15 +348,24 @@ class Script:
                 slow.append(path)
                 self.slow.hold(path, {"": tensor})
             else:
-                self.slow.drop(path)
                 large[path] = tensor.nbytes
         self._large = identities
+        self.slow.keep({*slow, *untrained})
         return slow, large
+
+    def _hold_untrained(self) -> list[str]:
+        """Models that no optimizer updates: an average of weights, a teacher."""
+        regions = self.regions
+        names = [f"model{i}" for i, model in enumerate(regions.models) if not regions.trained(model)]
+        for name in names:
+            self.slow.hold(name, dict(regions.models[int(name.removeprefix("model"))].named_parameters()))
+        return names
 
     def _take_variables(self, memory: Memory) -> list[torch.Tensor]:
         """A newcomer: give the script's variables the failed rank's values. Returns the tensors."""
         for path, size in memory.large.items():
             self.boundary.fail(f"{path} ({size / 1e6:.1f} MB) is read after backward() and too large to be sent")
+        walk.find_generators()
         frames, known = walk.user_frames(sys._getframe()), self._known()
         changed = walk.inject(frames, memory.loose, memory.scalars, known, memory.aliases)
         elsewhere = {f"{path} (missing)" for path in memory.slow}
@@ -367,6 +377,7 @@ class Script:
             if path not in here.tensors:
                 self.boundary.fail(f"{path} is not there")
             self.slow.hold(path, {"": here.tensors[path]})
+        self.slow.keep({*memory.slow, *self._hold_untrained()})
         return [tensor for path, tensor in here.tensors.items() if path in memory.loose]
 
     def announce(self) -> None:
@@ -379,7 +390,7 @@ class Script:
         boundary = self.boundary
         if self.tape.left:
             boundary.fail(f"{self.tape.left} recorded values were not asked for on the way to update {self._target}")
-        own = self._take_variables(memory)
+        own = [*self._take_variables(memory), *self.regions.scales()]
         for root, loss in zip(reversed(roots), reversed(memory.losses), strict=False):
             if root.shape == loss.shape:
                 root.data.copy_(loss)
@@ -406,7 +417,21 @@ class Script:
 
     def readings_before(self, step: int) -> bytes:
         """For a newcomer that enters after update `step`: what the script has read just before it."""
-        return encoding.encode(self._readings.get(step, []))
+        return encoding.encode(self._readings.get(step, ([], {})))
+
+    def _derived_values(self) -> dict[str, torch.Tensor]:
+        """At an update: variables that were computed from gradients, which a newcomer has to get from a survivor."""
+        if self._provenance is None and not self._derived:
+            return {}
+        tensors = self._variables().tensors
+        if self._provenance is not None:
+            known = self._provenance.known
+            self._derived |= {path for path, tensor in tensors.items() if known(tensor) is Origin.REPLICATED}
+        return {
+            path: tensors[path].detach().clone()
+            for path in self._derived
+            if path in tensors and tensors[path].nbytes <= _ROOM
+        }
 
     def _read_in_window(self, kind: str, line: int, compute: Callable[[], Any], subjects: tuple[Any, ...]) -> Any:
         """A newcomer's script reads a value after its last backward pass, which is on no tape."""
@@ -424,7 +449,12 @@ class Script:
                     "failed rank had"
                 )
         at = self.tape.count - self._memory.tape.entries
-        found = {encoding.encode(entries[at]): entries[at] for entries in self._readings_of_sources(at)}
+        of_sources = [read for read, _ in self._readings_of_sources()]
+        if kind == "s" and all(len(read) == at for read in of_sources):
+            return True  # noted after the update, and this is the update before which we enter
+        if any(len(read) <= at for read in of_sources):
+            self.boundary.fail(f"line {line} reads a value that the other ranks have not read")
+        found = {encoding.encode(read[at]): read[at] for read in of_sources}
         if len(found) > 1:
             self.boundary.fail(f"line {line}: the other ranks have read different values there")
         ((of_kind, at_line, value),) = found.values()
@@ -432,15 +462,35 @@ class Script:
             self.boundary.fail(f"line {line}: the other ranks have read something else, at line {at_line}")
         return value
 
-    def _readings_of_sources(self, at: int) -> list[list[Entry]]:
-        """What the survivors at our step have read; each has at least `at` + 1 entries."""
+    def _derive_in_window(self) -> None:
+        """A newcomer at the update before its entry: variables that were computed from its stub gradients get the
+        survivors' values."""
+        provenance, memory = self._provenance, self._memory
+        assert provenance is not None
+        assert memory is not None
+        frames = walk.user_frames(sys._getframe())
+        for path, tensor in walk.loose(frames, self._known()).tensors.items():
+            origin = provenance.known(tensor)
+            if origin is Origin.OWN or path in memory.slow:
+                continue
+            values = {}
+            if origin is Origin.REPLICATED:
+                of_sources = [derived.get(path) for _, derived in self._readings_of_sources()]
+                values = {encoding.encode(value): value for value in of_sources}
+            value = next(iter(values.values())) if len(values) == 1 else None
+            if value is None or value.shape != tensor.shape or value.dtype != tensor.dtype:
+                self.boundary.fail(f"{path}, computed between backward() and the end of optimizer.step(), is lost")
+            tensor.data.copy_(value)
+
+    def _readings_of_sources(self) -> list[tuple[list[Entry], dict[str, torch.Tensor]]]:
+        """What the survivors at our step have read, and their derived variables."""
         runtime = self._runtime
         plan = runtime.wait_plan()
-        found: list[list[Entry]] = []
+        found: list[tuple[list[Entry], dict[str, torch.Tensor]]] = []
         if plan.step == self._target:
             with contextlib.suppress(OSError):
                 found = [encoding.decode(join.readings_of(runtime, plan, rank)) for rank in plan.sources]
-        if not found or any(len(entries) <= at for entries in found):
+        if not found:
             self.boundary.fail("what the other ranks have read before this update is no longer known")
         return found
 
@@ -464,7 +514,7 @@ class Script:
 
     def _watch_window(self, roots: list[torch.Tensor]) -> None:
         """Look once at where the values come from that the script reads between backward and the end of the update."""
-        own = [*self._variables().tensors.values(), *_small(roots)]
+        own = [*self._variables().tensors.values(), *_small(roots), *self.regions.scales()]
         self._watch(Provenance(own, self._replicated()))
 
     def _watch_tail(self) -> None:
@@ -557,7 +607,7 @@ class Script:
                 self._commit()
             if before is not None and before != randomness.capture():
                 self._unprotect("the optimizer draws random numbers in its update")
-            if number == _WATCHED:
+            if number in _WATCHED:
                 self._watch_tail()
             runtime.injector.at("commit", number)
             if self._trace is not None and self._trace.done(number + 1):
@@ -574,7 +624,7 @@ class Script:
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 3, None)
         self._extent[step] = self._extent_now()
-        self._readings[step] = list(self.tape.pending)
+        self._readings[step] = (list(self.tape.pending), self._derived_values())
         for kept in (self._extent, self._readings):
             kept.pop(step - 3, None)
         if self._trace is not None:
@@ -590,6 +640,8 @@ class Script:
         self._published = False
         self._runtime.journal.step = step
         self._runtime.injector.step_begins(step, self._runtime.journal)
+        if self._runtime.injector.wants("between"):
+            self.boundary.next_region = lambda: self.at("between")
 
     def _stubbed_update(self, optimizer: Optimizer) -> None:
         """A newcomer's optimizer.step(): the place where it becomes live, if its step has come."""
@@ -602,6 +654,7 @@ class Script:
         if self.boundary.mode is not Mode.WINDOW:
             self.boundary.fail(f"update {step} comes before its backward pass")
         self._applied = step
+        self._derive_in_window()
         self._leave_window()
         state = randomness.capture()
         if join.join(self._runtime, self, step):
@@ -630,7 +683,7 @@ class Script:
         self._extent = {step: self._extent_now()}
         self._graded = frozenset(self._extent[step].waiting)
         self._entry_backwards = self._backwards
-        self._readings = {step: list(self.tape.pending)}
+        self._readings = {step: (list(self.tape.pending), self._derived_values())}
         self._begin_step(step)
 
     # --- helpers ----------------------------------------------------------------------------------

@@ -75,9 +75,9 @@ class Slow:
         if tensors:
             self._groups[name] = _Group(tensors)
 
-    def drop(self, name: str) -> None:
-        """Know a group no more."""
-        self._groups.pop(name, None)
+    def keep(self, names: set[str]) -> None:
+        """Know no other groups any more."""
+        self._groups = {name: group for name, group in self._groups.items() if name in names}
 
     def commit(self, step: int) -> None:
         """An update was applied."""

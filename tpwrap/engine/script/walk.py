@@ -18,6 +18,7 @@ import os
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -28,7 +29,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import tpwrap
+from tpwrap.engine.script.files import is_followed
 from tpwrap.engine.script.liveness import live_names
+from tpwrap.engine.script.passes import Pass
 
 NODE_LIMIT = 20_000
 
@@ -304,7 +307,8 @@ _LIBRARIES = tuple(
 @functools.cache
 def _is_users_file(file: str) -> bool:
     path = os.path.realpath(file)
-    return not (path.startswith(_LIBRARIES) or "/site-packages/" in path or "/dist-packages/" in path)
+    library = path.startswith(_LIBRARIES) or "/site-packages/" in path or "/dist-packages/" in path
+    return is_followed(file) or not library
 
 
 def _is_users(file: str, names: dict[str, Any]) -> bool:
@@ -325,10 +329,51 @@ def _modules() -> list[types.ModuleType]:
         _user_modules = []
         for name, module in sorted(sys.modules.items()):
             file = getattr(module, "__file__", None)
-            if isinstance(module, types.ModuleType) and (name == "__main__" or (file and _is_users_file(file))):
+            users = file and _is_users_file(file) and not is_followed(file)
+            if isinstance(module, types.ModuleType) and (name == "__main__" or users):
                 _user_modules.append(module)
         _modules_seen = now
     return _user_modules
+
+
+# ---- generators
+
+
+_suspended: list[weakref.ref[types.GeneratorType[Any, Any, Any]]] = []
+
+
+def find_generators() -> None:
+    """Look for suspended generators of the user's code that go through a loader. One that only a running `for` goes
+    through is in no variable. Takes milliseconds: call it when a pass has begun, and not at every step."""
+    found = []
+    for one in gc.get_objects():
+        if type(one) is types.GeneratorType and _frame_of(one) is not None:
+            passes = _passes_behind(one)
+            if passes:
+                found.append((passes, one))
+    _suspended[:] = [weakref.ref(one) for _, one in sorted(found, key=lambda entry: entry[0])]
+
+
+def _frame_of(generator: types.GeneratorType[Any, Any, Any] | None) -> FrameType | None:
+    """The frame of a generator of the user's code that is suspended, and not on the stack, or over."""
+    frame = None if generator is None or generator.gi_running else generator.gi_frame
+    return frame if frame is not None and _is_users(frame.f_code.co_filename, frame.f_globals) else None
+
+
+def _passes_behind(generator: types.GeneratorType[Any, Any, Any]) -> list[int]:
+    """How far the passes over loaders are that a generator goes through, and their numbers: generators in this order
+    come in the same order in every process."""
+    numbers: list[int] = []
+    seen: set[int] = set()
+    behind: list[tuple[int, Any]] = [(0, generator)]
+    for depth, one in behind:
+        for held in gc.get_referents(one):
+            if type(held) is Pass:
+                numbers += [depth, held.number]
+            elif isinstance(held, (types.GeneratorType, *_ITERATORS)) and id(held) not in seen and depth < 8:
+                seen.add(id(held))
+                behind.append((depth + 1, held))
+    return numbers
 
 
 # ---- kinds
@@ -634,6 +679,15 @@ def _roots(frames: list[FrameType], kept: list[Any]) -> Iterator[tuple[_Place, _
         kept.append(values)
         by = _By.LOCAL
         yield root(code.co_filename, code.co_name, frame), by, {n: values[n] for n in sorted(names) if n in values}
+
+    for reference in _suspended:
+        suspended = _frame_of(reference())
+        if suspended is not None:
+            code, values = suspended.f_code, suspended.f_locals
+            names = live_names(suspended)
+            kept.append(values)
+            owner = root(code.co_filename, f"{code.co_name}()", suspended)
+            yield owner, _By.LOCAL, {n: values[n] for n in sorted(names) if n in values}
 
     namespaces = {id(module.__dict__): module.__dict__ for module in _modules()}
     namespaces.update((id(frame.f_globals), frame.f_globals) for frame in frames)
