@@ -252,6 +252,12 @@ def test_other_ranks_wait_for_rank_0_and_add_what_only_they_have() -> None:
     assert len(out[1][1]) == 1
 
 
+def test_a_rank_is_not_named_for_what_rank_0_may_be_about_to_say() -> None:
+    later = but(step=3, large=(OUTPUTS,))
+    out = told((0, GOOD), (1, later), (0, later), (2, but(step=3, large=(CACHE,))))
+    assert [(rank, lines[0].partition(": ")[0]) for rank, lines in out[1:]] == [(1, "NOT protected"), (2, "rank 2")]
+
+
 def test_what_is_known_later_is_told_then_and_notes_of_other_ranks_are_not() -> None:
     later = but(step=3, large=(OUTPUTS,), threads=(Place("t"),))
     out = told((0, GOOD), (1, but(threads=(Place("u"),))), (0, later))

@@ -399,8 +399,8 @@ def _named(place: Place, otherwise: str) -> str:
 class Told(msgspec.Struct, frozen=True):
     """What people have been told about this job, and what waits for rank 0's block."""
 
-    begun: bool = False
-    """rank 0's block was shown"""
+    step: int = -1
+    """of rank 0's last facts; -1: its block was not shown yet"""
     keys: frozenset[str] = frozenset()
     """of the findings that were shown"""
     early: tuple[tuple[int, Facts], ...] = ()
@@ -417,14 +417,14 @@ class Report(msgspec.Struct, frozen=True):
 
 def news(told: Told, rank: int, facts: Facts) -> tuple[Told, list[Report]]:
     """What is new in a rank's facts: rank 0's whole block once; later, and from other ranks, what was not said yet
-    (of other ranks only what is unprotected)."""
-    if rank != 0 and not told.begun:
+    (of other ranks only what is unprotected; the rank is named where rank 0 does not say the same)."""
+    if rank != 0 and told.step < 0:
         return msgspec.structs.replace(told, early=(*told.early, (rank, facts))), []
     findings = judge(facts)
-    if rank == 0 and not told.begun:
+    if rank == 0 and told.step < 0:
         reports = [Report(0, render(facts, findings), findings)]
         early = told.early
-        told = Told(True, frozenset(finding.key for finding in findings))
+        told = Told(facts.step, frozenset(finding.key for finding in findings))
         for other, theirs in early:
             told, more = news(told, other, theirs)
             reports += more
@@ -434,9 +434,11 @@ def news(told: Told, rank: int, facts: Facts) -> tuple[Told, list[Report]]:
         for finding in findings
         if finding.key not in told.keys and (finding.level == "unprotected" or (rank == 0 and finding.level == "note"))
     ]
+    who = f"rank {rank}: " if rank and facts.step <= told.step else ""
+    if rank == 0:
+        told = msgspec.structs.replace(told, step=max(told.step, facts.step))
     if not new:
         return told, []
-    who = f"rank {rank}: " if rank else ""
     lines = [who + line for finding in new if (line := one_line(finding)) is not None]
     keys = told.keys | {finding.key for finding in new}
     return msgspec.structs.replace(told, keys=keys), [Report(rank, lines, new)]
