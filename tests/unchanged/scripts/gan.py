@@ -47,7 +47,7 @@ class Discriminator(nn.Module):
 
 
 adversarial_loss = nn.BCEWithLogitsLoss()
-generator = DDP(Generator(), broadcast_buffers=False)
+generator = DDP(Generator())
 discriminator = DDP(Discriminator())
 data = torch.tanh(torch.randn(126, 1, 3, 3) + 0.5)
 sampler = DistributedSampler(TensorDataset(data))
