@@ -156,7 +156,7 @@ _ADVICE_AS_IS = {
     ),
     **dict.fromkeys(
         ("values", "loss", "scalars", "state"),
-        "it depends on something that a newcomer does not compute as the failed rank did: a gradient that is read after "
+        "it depends on something that a newcomer does not compute as the failed rank did: a gradient read after "
         "optimizer.step(), a large tensor that is read after backward(), the time, another process, a thread, an "
         "extension in C. Use the two lines (tpwrap.session, tp.batches) and register it: tp.register",
     ),
