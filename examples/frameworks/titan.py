@@ -17,41 +17,38 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._utils
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.utils.data import IterableDataset
+from torchtitan import train
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
 
 
 def on_cpu() -> None:
-    """Names the CPU as the device, before TorchTitan asks, with the functions of a device that `torch.cpu` lacks."""
-    torch._utils._get_available_device_type = lambda: "cpu"
+    """Names the CPU as TorchTitan's device, with the functions of a device that `torch.cpu` lacks."""
     cpu: Any = torch.cpu
     cpu.get_device_name = lambda device=None: "CPU"
     cpu.current_device = lambda: 0
     cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 30)
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
     cpu.memory_stats = lambda device=None: {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            vars(module).update(device_type="cpu", device_module=cpu)
     if not hasattr(dist, "set_timeout"):  # its name since PyTorch 2.14
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout
-
-
-on_cpu()
-
-from torchtitan import train  # noqa: E402
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.components.validate import Validator  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.config.configs import DebugConfig  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
 
 
 class Bytes(BaseTokenizer):
@@ -147,6 +144,7 @@ def tiny() -> Trainer.Config:
 
 
 if __name__ == "__main__":
+    on_cpu()
     sys.argv[1:1] = ["--module", "titan", "--config", "tiny"]
     sys.path.insert(0, str(Path(__file__).parent))
     train.main()

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Adapter(NamedTuple):
-    """module: on whose import it is applied. code: the module of ours whose `apply(places, module)` does it."""
+    """name: of the trainer library; "" for what others are built on. module: on whose import it is applied. code: the
+    module of ours whose `apply(places, module)` does it."""
 
     name: str
     module: str
@@ -38,8 +39,10 @@ ADAPTERS = (
     Adapter("PyTorch Lightning", "lightning_fabric.utilities.cloud_io", "lightning"),
     Adapter("TorchTitan", "torchtitan.components.optimizer", "titan"),  # before 0.3
     Adapter("TorchTitan", "torchtitan.components.optimizer.optimizer", "titan"),
-    Adapter("torchdata", "torchdata.stateful_dataloader.stateful_dataloader", "stateful"),
-    Adapter("fsspec", "fsspec.implementations.local", "files"),
+    Adapter("TorchTitan", "torchtitan.components.checkpoint", "titan"),  # before 0.3
+    Adapter("TorchTitan", "torchtitan.components.checkpointer.dcp", "titan"),
+    Adapter("", "torchdata.stateful_dataloader.stateful_dataloader", "stateful"),
+    Adapter("", "fsspec.implementations.local", "files"),
 )
 
 
@@ -52,5 +55,5 @@ def install(places: Places, when_imported: Callable[[str, Callable[[ModuleType],
 
 def _apply(adapter: Adapter, places: Places, module: ModuleType) -> None:
     importlib.import_module(f"tpwrap.adapters.{adapter.code}").apply(places, module)
-    if adapter.name not in places.applied:
+    if adapter.name and adapter.name not in places.applied:
         places.applied.append(adapter.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
@@ -14,6 +15,8 @@ class _Boundary(Protocol):
 
     @property
     def outside(self) -> bool: ...
+
+    def aside(self) -> AbstractContextManager[None]: ...
 
     def cross(self, kind: str, compute: Callable[[], Any], line: int | None = None) -> Any: ...
 
@@ -87,6 +90,21 @@ class Places:
     def skipped_everywhere(self, module: Any, name: str) -> None:
         if hasattr(module, name):
             self._everywhere(module, name, self._skipped)
+
+    def apart(self, owner: Any, name: str, otherwise: Callable[[], Any]) -> None:
+        """What this function reads from tensors is not the script's; on a newcomer's way it is `otherwise` instead."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if not self.boundary.outside:
+                return original(*args, **kwargs)
+            if self.skipping:
+                return otherwise()
+            with self.boundary.aside():
+                return original(*args, **kwargs)
+
+        setattr(owner, name, function)
 
     def _answered(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

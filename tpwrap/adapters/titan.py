@@ -1,4 +1,8 @@
-"""TorchTitan: its container of optimizers is an optimizer, too, with the same parameters. The updates are the inner ones'."""
+"""TorchTitan.
+
+* Its container of optimizers is an optimizer, too, with the same parameters: the updates are those of the inner ones.
+* Which checkpoint it loads first is a question about the past on a newcomer's way.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,14 @@ from tpwrap.adapters.places import Places
 
 def apply(places: Places, module: Any) -> None:
     container = getattr(module, "OptimizersContainer", None)
-    if container is None or container.__module__ != module.__name__:
-        return
+    if container is not None and container.__module__ == module.__name__:
+        _container(places, container)
+    manager = getattr(module, "CheckpointManager", None)
+    if manager is not None and manager.__module__ == module.__name__:
+        places.answered(manager, "_find_load_step")
+
+
+def _container(places: Places, container: Any) -> None:
     original = container._post_init
 
     @functools.wraps(original)
