@@ -26,8 +26,8 @@ def prepare(rank: int, two_lines: bool) -> None:
     """Before the script starts; nothing happens where this is no rehearsal.
 
     Generators that start differently in every process are seeded, so that a script which uses them unseeded computes
-    the same twice (torch's start with a fixed seed). What the script writes goes nowhere. two_lines: nobody else has
-    put its output under observation.
+    the same twice (torch's start with a fixed seed). What the script writes to files goes nowhere. two_lines: nobody
+    else has put its output under observation.
     """
     if not trace.rehearsing():
         return
@@ -36,6 +36,7 @@ def prepare(rank: int, two_lines: bool) -> None:
     divert(trace.directory() / f"files{rank}")
     if two_lines:
         Outputs(run_dir=os.environ.get("TORCHPASS_RUN_DIR")).install()
+        trace.speak()
 
 
 def divert(place: Path) -> None:
