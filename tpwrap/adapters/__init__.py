@@ -40,7 +40,7 @@ ADAPTERS = (
     Adapter("TorchTitan", "torchtitan.components.optimizer", "titan"),  # before 0.3
     Adapter("TorchTitan", "torchtitan.components.optimizer.optimizer", "titan"),
     Adapter("TorchTitan", "torchtitan.components.checkpoint", "titan"),  # before 0.3
-    Adapter("TorchTitan", "torchtitan.components.checkpointer.dcp", "titan"),
+    Adapter("TorchTitan", "torchtitan.tools.filesystem", "titan"),
     Adapter("", "torchdata.stateful_dataloader.stateful_dataloader", "stateful"),
     Adapter("", "fsspec.implementations.local", "files"),
 )

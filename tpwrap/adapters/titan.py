@@ -1,7 +1,7 @@
 """TorchTitan.
 
 * Its container of optimizers is an optimizer, too, with the same parameters: the updates are those of the inner ones.
-* Which checkpoint it loads first is a question about the past on a newcomer's way.
+* Which checkpoint it loads first, and which ones are to go, are questions about the past on a newcomer's way.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tpwrap.adapters.places import Places
 
 
 def apply(places: Places, module: Any) -> None:
-    container = getattr(module, "OptimizersContainer", None)
-    if container is not None and container.__module__ == module.__name__:
-        _container(places, container)
-    manager = getattr(module, "CheckpointManager", None)
-    if manager is not None and manager.__module__ == module.__name__:
-        places.answered(manager, "_find_load_step")
+    if module.__name__ == "torchtitan.tools.filesystem":
+        places.answered(module, "exists", "isdir", "isfile", "listdir")
+    elif module.__name__ == "torchtitan.components.checkpoint":
+        places.follow(module.__file__)
+    elif module.OptimizersContainer.__module__ == module.__name__:
+        _container(places, module.OptimizersContainer)
 
 
 def _container(places: Places, container: Any) -> None:

@@ -19,6 +19,8 @@ _FAR = 10_000
 """updates: what a run may well have done when it fails"""
 _SLOW = 60.0
 """seconds to enter after so many updates that are worth a note"""
+_SURE = 3
+"""updates after which a time for each can be told: the first one imports and compiles"""
 _LONG = 1 << 30
 """bytes of tape after so many updates that are worth a note"""
 
@@ -279,7 +281,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
 
 def _slow(facts: Facts) -> Iterator[Finding]:
     seconds = facts.forward_seconds * _FAR
-    if not facts.session and seconds > _SLOW:
+    if not facts.session and facts.step >= _SURE and seconds > _SLOW:
         yield Finding(
             "note", "slow",
             f"a newcomer runs the script's own code for all earlier steps, about {seconds:.0f} s after {_FAR:,} steps",

@@ -98,7 +98,7 @@ class ReplicaState:
                     yield f"{model_name}/{name}", parameter.detach(), True
         for optimizer_name, optimizer in self.optimizers.items():
             for place, parameter in optimized(optimizer):
-                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                for key, value in optimizer.state.get(parameter, {}).items():  # a newcomer's gets this order, too
                     if isinstance(value, torch.Tensor):
                         beside = value.is_cpu == parameter.is_cpu
                         yield f"{optimizer_name}/{place}/{key}", value.detach(), beside
@@ -173,6 +173,6 @@ def _list(names: Mapping[str, Any]) -> str:
 def combined(digests: dict[str, str], scalars: bytes) -> str:
     """One digest over all tensors (`ReplicaState.digests`) and scalars: equal on all replicas at the same step."""
     total = hashlib.sha256(scalars)
-    for name, digest in digests.items():
+    for name, digest in sorted(digests.items()):
         total.update(f"{name}={digest}\n".encode())
     return total.hexdigest()[:32]

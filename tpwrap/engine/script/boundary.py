@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ class Mode(enum.Enum):
     """a newcomer between the last backward before its entry and the end of that update: no longer on the tape"""
 
 
+_clock = time.perf_counter  # as it is now: the script's is going to be observed
 _OBSERVED = (Mode.LIVE, Mode.WINDOW)
 
 
@@ -61,6 +63,9 @@ class Boundary:
         """told in Mode.LIVE of each value that comes out: kind, where, subjects"""
         self.too_large: dict[int, int] = {}
         """lines whose values were not recorded: bytes"""
+        self.outside_seconds = 0.0
+        """that the script's own code took between regions: about what a newcomer's way takes"""
+        self._left = _clock()
         self._fail = fail
         self._thread = threading.get_ident()
         self._drawn = _Draws()
@@ -136,6 +141,7 @@ class Boundary:
     def enter(self) -> None:
         """A region begins."""
         self.inside += 1  # first: what we ourselves read from tensors is not the script's
+        self.outside_seconds += _clock() - self._left
         if self.begin is not None:
             begin, self.begin = self.begin, None
             begin()
@@ -155,6 +161,7 @@ class Boundary:
             self._drawn.after_region()
         elif self.mode is Mode.FORWARD:
             self._drawn.restore(self.regions)
+        self._left = _clock()
 
     def load_draws(self) -> None:
         """A newcomer: take from the tape where the script itself drew from Python's or NumPy's generators after these

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tpwrap.engine import ddp
 from tpwrap.engine.scalars import optimized
 from tpwrap.engine.script import shapes
 from tpwrap.engine.script.boundary import Boundary, Mode
+from tpwrap.engine.script.patches import Patches
 
 if TYPE_CHECKING:
     from tpwrap.engine.script.script import Script
@@ -51,6 +53,7 @@ class Regions:
         torch_c10d._new_process_group_helper = self._boundary.quiet(torch_c10d._new_process_group_helper)
         self._install_models()
         self._install_backward()
+        self._install_norms()
         self._install_optimizers()
         self._install_schedulers()
         self._install_scalers()
@@ -180,6 +183,32 @@ class Regions:
                         if zeros is None or zeros.shape != parameter.shape:
                             zeros = self._zeros[id(parameter)] = torch.zeros_like(parameter)
                         parameter.grad = zeros
+
+    # --- norms ------------------------------------------------------------------------------------
+
+    def _install_norms(self) -> None:
+        """Norms of the gradients are equal on all ranks, and often logged after the update: a newcomer, whose own
+        gradients are none, gets them from the others."""
+        boundary, script = self._boundary, self._script
+
+        def observed(original: Any) -> Any:
+            @functools.wraps(original)
+            def norm(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                if boundary.inside or not boundary.outside or boundary.mode is Mode.OFF:
+                    return original(parameters, *args, **kwargs)
+                given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                line = sys._getframe(1).f_lineno
+                value: torch.Tensor = boundary.cross(
+                    "g", lambda: original(given, *args, **kwargs).detach().clone(), line, tuple(given)
+                )
+                value = value.to(given[0].device if given else "cpu")
+                script.is_true(value)
+                return value
+
+            return norm
+
+        functions = [getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "get_total_norm")]
+        Patches().everywhere([(one, observed(one)) for one in functions])
 
     # --- optimizers -------------------------------------------------------------------------------
 

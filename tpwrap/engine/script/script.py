@@ -454,7 +454,8 @@ class Script:
             return True  # noted after the update, and this is the update before which we enter
         if any(len(read) <= at for read in of_sources):
             self.boundary.fail(f"line {line} reads a value that the other ranks have not read")
-        found = {encoding.encode(read[at]): read[at] for read in of_sources}
+        with self.boundary.aside():
+            found = {encoding.encode(read[at]): read[at] for read in of_sources}
         if len(found) > 1:
             self.boundary.fail(f"line {line}: the other ranks have read different values there")
         ((of_kind, at_line, value),) = found.values()
@@ -493,6 +494,11 @@ class Script:
         if not found:
             self.boundary.fail("what the other ranks have read before this update is no longer known")
         return found
+
+    def is_true(self, tensor: torch.Tensor) -> None:
+        """What a newcomer got has the value that it had in the failed rank."""
+        if self._provenance is not None:
+            self._provenance.mark(tensor, Origin.OWN)
 
     def _reduced_in_window(self, tensors: tuple[Any, ...]) -> None:
         if self._provenance is not None:
@@ -571,6 +577,7 @@ class Script:
                 sidecar_bytes=self._sidecar_bytes,
                 journal_budget=runtime.budget,
                 tape_bytes=self.tape.bytes / self._applied if self._applied else 0.0,
+                forward_seconds=self.boundary.outside_seconds / self._applied if self._applied else 0.0,
                 large=tuple(Large(path, size) for path, size in self._lost.items()),
                 threads=facts.threads(self._threads),
                 closures=tuple(self._closures),

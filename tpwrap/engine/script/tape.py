@@ -131,6 +131,7 @@ KINDS = {
     "s": "whether the scaler let the update through",
     "l": "a loaded checkpoint",
     "a": "what a library found out",
+    "g": "a norm of the gradients",
 }
 """what the kinds of entries are, in the words of an error"""
 

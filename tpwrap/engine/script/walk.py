@@ -306,9 +306,14 @@ _LIBRARIES = tuple(
 
 @functools.cache
 def _is_users_file(file: str) -> bool:
-    path = os.path.realpath(file)
-    library = path.startswith(_LIBRARIES) or "/site-packages/" in path or "/dist-packages/" in path
-    return is_followed(file) or not library
+    if is_followed(file):
+        return True
+    # By the name as it is first: to resolve the links of all modules' files takes a tenth of a second.
+    return not (_is_library(file) or _is_library(os.path.realpath(file)))
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(_LIBRARIES) or "/site-packages/" in path or "/dist-packages/" in path
 
 
 def _is_users(file: str, names: dict[str, Any]) -> bool:
