@@ -159,7 +159,7 @@ CASES = {
         "note",
     ),
     "slow": Case(
-        {"forward_seconds": 0.02},
+        {"forward_seconds": 0.02, "step": 3},
         "note: a newcomer runs the script's own code for all earlier steps, about 200 s after 10,000 steps: to save "
         "that, use the two lines (tpwrap.session, tp.batches)",
         "note",
@@ -193,7 +193,8 @@ def test_findings(case: Case) -> None:
         {"journal_bytes": 1000, "journal_budget": 1000},
         {"journal_bytes": 1000, "journal_budget": 0},
         {"forward_seconds": 0.001, "tape_bytes": 1000.0},
-        {"forward_seconds": 1.0, "tape_bytes": 1e9, "session": True},  # there, nothing is fast-forwarded
+        {"forward_seconds": 1.0},  # in the first update
+        {"forward_seconds": 1.0, "step": 3, "tape_bytes": 1e9, "session": True},  # there, nothing is fast-forwarded
     ],
 )
 def test_what_is_within_its_bounds_is_not_mentioned(changes: dict[str, Any]) -> None:
