@@ -1,5 +1,6 @@
 """TorchTitan.
 
+* Its trainer holds a step's losses in variables of its own.
 * Its container of optimizers is an optimizer, too, with the same parameters: the updates are those of the inner ones.
 * Which checkpoint it loads first, and which ones are to go, are questions about the past on a newcomer's way.
 """
@@ -15,7 +16,7 @@ from tpwrap.adapters.places import Places
 def apply(places: Places, module: Any) -> None:
     if module.__name__ == "torchtitan.tools.filesystem":
         places.answered(module, "exists", "isdir", "isfile", "listdir")
-    elif module.__name__ == "torchtitan.components.checkpoint":
+    elif module.__name__ in ("torchtitan.components.checkpoint", "torchtitan.train", "torchtitan.trainer"):
         places.follow(module.__file__)
     elif module.OptimizersContainer.__module__ == module.__name__:
         _container(places, module.OptimizersContainer)
