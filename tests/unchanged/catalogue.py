@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 DIRECTORY = Path(__file__).resolve().parent / "scripts"
+REFUSED = DIRECTORY.parent / "refused"
 RANKS = 3
 OUTPUT = "out"
 """where a script writes, below the directory that it runs in"""
@@ -35,9 +36,13 @@ class Script:
     """modules that may be missing"""
     noise: str = ""
     """lines that say what time it is, and the like"""
+    only: str = ""
+    """where most is noise: what is compared"""
 
     def told(self, text: str) -> list[str]:
         """The lines that are compared."""
+        if self.only:
+            return re.findall(self.only, text)
         return [line for line in text.splitlines() if not (self.noise and re.search(self.noise, line))]
 
     def fault(self, kill: Kill) -> str:
@@ -100,7 +105,7 @@ SCRIPTS = (
     of("distillation", 21, 7),  # the teacher is done
     of("contrastive", 21, 7, "collective:0"),  # embeddings are gathered
     of("unfreeze", 21, 7, "forward"),  # the first one of the new wrapper
-    of("progress_bar", 21, 7, needs=("tqdm",), noise=r"(it/s|s/it|\?it)\b|^epoch \d: +0%|^ *$"),
+    of("progress_bar", 21, 7, needs=("tqdm",), only=r"epoch \d of rank \d ended.*"),
     of("run_name", 21, 7, "collective:0"),
     of("resume", 21, 7, "collective:0"),
     of("closures", 20, 6),
