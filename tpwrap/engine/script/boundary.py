@@ -7,6 +7,7 @@ tape. Only the thread that runs the script is observed.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import enum
 import functools
@@ -92,11 +93,15 @@ class Boundary:
         if self.mode is Mode.LIVE:
             if self.observer is not None:
                 self.observer(kind, where(sys._getframe(2)), subjects)
-            value = computed()
+            try:
+                value = computed()
+            except Exception as error:
+                self.tape.record(kind, line, _Raised.describe(error))
+                raise
             size = getattr(value, "nbytes", 0)
             if size > LARGEST:
                 self.too_large[line] = size
-                self.tape.record(kind, line, None)
+                self.tape.record(kind, line, _Raised.too_large(size))
             else:
                 self.tape.record(kind, line, value)
             return value
@@ -105,9 +110,15 @@ class Boundary:
                 value = self.window(kind, line, computed, subjects)
                 self.tape.answered(kind, line, value)
                 return value
-            return self.tape.play(kind, line)
+            recorded = self.tape.play(kind, line)
         except Diverged as error:
             self.fail(str(error))
+        if _Raised.is_one(recorded):
+            raised = _Raised.error(recorded)
+            if raised is None:
+                self.fail(f"line {line} takes {recorded[2]} bytes out of a tensor, which is too much to be recorded")
+            raise raised
+        return recorded
 
     def fail(self, reason: str) -> NoReturn:
         """This newcomer cannot go on."""
@@ -148,6 +159,8 @@ class Boundary:
         if self.next_region is not None:
             pending, self.next_region = self.next_region, None
             pending()
+        if self.inside > 1:
+            return  # within another one
         self.regions += 1
         if self.mode in _OBSERVED:
             drawn = self._drawn.between()
@@ -157,6 +170,8 @@ class Boundary:
     def leave(self) -> None:
         """It has ended."""
         self.inside -= 1
+        if self.inside:
+            return
         if self.mode in _OBSERVED:
             self._drawn.after_region()
         elif self.mode is Mode.FORWARD:
@@ -178,6 +193,38 @@ def where(frame: FrameType | None) -> str:
     while frame is not None and not is_script_file(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+class _Raised:
+    """On the tape in the place of a value: a question was answered by an exception, or its answer is too large."""
+
+    _MARK = "\0raised"
+
+    @staticmethod
+    def describe(error: Exception) -> tuple[str, str, list[Any]]:
+        """One of Python's own exceptions, with plain arguments."""
+        name = next(kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
+        plain = [one if isinstance(one, (int, str, type(None))) else str(one) for one in error.args]
+        if isinstance(error, OSError) and error.filename is not None:
+            plain = [*plain[:2], str(error.filename)]
+        return (_Raised._MARK, name, plain)
+
+    @staticmethod
+    def too_large(size: int) -> tuple[str, str, int]:
+        return (_Raised._MARK, "", size)
+
+    @staticmethod
+    def is_one(recorded: Any) -> bool:
+        return isinstance(recorded, tuple) and len(recorded) == 3 and recorded[0] == _Raised._MARK
+
+    @staticmethod
+    def error(recorded: tuple[str, str, Any]) -> Exception | None:
+        """The exception; None for what was too large."""
+        _, name, arguments = recorded
+        if not name:
+            return None
+        raised: Exception = getattr(builtins, name)(*arguments)
+        return raised
 
 
 class _Draws:

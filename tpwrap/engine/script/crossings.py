@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_c10d
 
-from tpwrap.engine.script.boundary import Boundary, Mode
+from tpwrap.engine.script.boundary import Boundary, Mode, where
 from tpwrap.engine.script.files import is_script_file
 
 _VALUES = (
@@ -40,12 +40,13 @@ _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "m
            "strftime", "ctime", "asctime", "localtime", "gmtime")  # fmt: skip
 
 
-def install(boundary: Boundary) -> None:
-    """Observe the places where values come out."""
+def install(boundary: Boundary, written: Callable[[str], None]) -> None:
+    """Observe the places where values come out. written: told of places where the script writes by descriptors."""
     _tensors(boundary)
     _reductions(boundary)
     _objects(boundary)
     _surroundings(boundary)
+    _descriptors(boundary, written)
 
 
 def _tensors(boundary: Boundary) -> None:
@@ -179,6 +180,22 @@ def _replace_class_method(kind: type, name: str, observed: Callable[[Callable[..
 
     attributes[name] = classmethod(observed(functools.wraps(original)(method)))
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
+
+
+def _descriptors(boundary: Boundary, written: Callable[[str], None]) -> None:
+    original = os.open
+
+    @functools.wraps(original)
+    def open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        frame = sys._getframe(1)
+        if flags & (os.O_WRONLY | os.O_RDWR) and boundary.outside and is_script_file(frame.f_code.co_filename):
+            if boundary.mode is Mode.LIVE:
+                written(where(frame))
+            else:
+                boundary.fail(f"{where(frame)} opens a file for writing by os.open")
+        return original(path, flags, *args, **kwargs)
+
+    os.open = open
 
 
 def _to_plain(value: Any) -> Any:

@@ -65,16 +65,17 @@ class Provenance(TorchFunctionMode):
         return True
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """Of the tensor, and of all others that share its memory."""
         self._kept.append(tensor)
-        self._origins[id(tensor)] = origin
+        self._origins[_memory(tensor)] = origin
 
     def known(self, tensor: torch.Tensor) -> Origin | None:
         """What is known of this very tensor."""
-        return self._origins.get(id(tensor))
+        return self._origins.get(_memory(tensor))
 
     def origin(self, *values: Any) -> Origin:
         """Of what is computed from `values`."""
-        origins = {self._origins.get(id(tensor), self._default) for tensor in _tensors(values)}
+        origins = {self._origins.get(_memory(tensor), self._default) for tensor in _tensors(values)}
         if Origin.LOST in origins:
             return Origin.LOST
         return Origin.REPLICATED if Origin.REPLICATED in origins else Origin.OWN
@@ -84,15 +85,27 @@ class Provenance(TorchFunctionMode):
         if self._idle:
             return func(*args, **kwargs)
         origin = self.origin(args, kwargs)
-        if func is _GRADIENT and id(args[0]) in self._parameters:
+        if func == _GRADIENT and id(args[0]) in self._parameters:
             origin = self._gradient
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        changed = args[:1] if getattr(func, "__name__", "") in _RETURN_NOTHING else ()
+        for tensor in _tensors((result, *changed)):
             self.mark(tensor, origin)
         return result
 
 
+_RETURN_NOTHING = ("__setitem__", "__set__")
+"""what changes its first argument and does not return it"""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
+    try:
+        cdata: int = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse ones have none
+        return id(tensor)
+    return cdata
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

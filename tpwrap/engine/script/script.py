@@ -94,7 +94,8 @@ class Script:
         self._losses: list[torch.Tensor] = []
         self._published = False
         """in this step"""
-        self._told: set[str] = set()
+        self._told_of = (0, 0, 0)
+        """numbers of findings in the last report"""
         self.slow = Slow()
         self._extent: dict[int, _Extent] = {}
         """by step, at the end of that update"""
@@ -137,7 +138,7 @@ class Script:
         self._trace = trace.Trace.begin(runtime.rank, session=False)
         if self._trace is not None:
             self.passes.on_batch = self._trace.batch
-        crossings.install(self.boundary)
+        crossings.install(self.boundary, self.written_by_descriptor)
         self.passes.install()
         self.regions.install()
         self._places = Places(self)
@@ -259,6 +260,7 @@ class Script:
             self._begun = True
             runtime.journal.step = 0
         runtime.setup_done()
+        self.boundary.outside_seconds = 0.0
         self._begin_step(0)
 
     # --- backward ---------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class Script:
         self.regions.no_updates()
         self._watch_no_more()
         if self.boundary.mode is Mode.LIVE:
-            if self._begun and self._applied in _REPORTED:
+            if self._begun and (self._applied in _REPORTED or self._news()):
                 self._report()
             if self._trace is not None:
                 for root in roots:
@@ -550,8 +552,18 @@ class Script:
         fix = "read it before optimizer.step()" if after else "read it before backward(), or after optimizer.step()"
         self._findings[where] = Finding("unprotected", f"lost {where}", what, where, fix)
 
+    def _news(self) -> bool:
+        """Whether something has come up since the last report that is not protected."""
+        return self._told_of != (len(self._findings), len(self.boundary.too_large), len(self._lost))
+
+    def written_by_descriptor(self, where: str) -> None:
+        """The script opens a file for writing by os.open, which nobody mutes in a newcomer."""
+        what = "a file is written through os.open"
+        self._findings[where] = Finding("unprotected", f"descriptor {where}", what, where, "use open() for it")
+
     def _report(self) -> None:
         """Tell what was recognised and what is protected; as often as more may be known."""
+        self._told_of = (len(self._findings), len(self.boundary.too_large), len(self._lost))
         with self.boundary.aside():
             runtime, regions, passes = self._runtime, self.regions, self.passes
             others = list(self._findings.values())
@@ -631,7 +643,7 @@ class Script:
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 3, None)
         self._extent[step] = self._extent_now()
-        self._readings[step] = (list(self.tape.pending), self._derived_values())
+        self._readings[step] = (self.tape.answers(), self._derived_values())
         for kept in (self._extent, self._readings):
             kept.pop(step - 3, None)
         if self._trace is not None:
@@ -690,7 +702,7 @@ class Script:
         self._extent = {step: self._extent_now()}
         self._graded = frozenset(self._extent[step].waiting)
         self._entry_backwards = self._backwards
-        self._readings = {step: (list(self.tape.pending), self._derived_values())}
+        self._readings = {step: (self.tape.answers(), self._derived_values())}
         self._begin_step(step)
 
     # --- helpers ----------------------------------------------------------------------------------

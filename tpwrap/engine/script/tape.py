@@ -10,14 +10,18 @@ never changes again and is kept by the buddies for ever, the open one travels in
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from tpwrap.engine import encoding
 
 SEGMENT = 8 << 10
 """bytes from which on a segment is closed"""
-LARGEST = 1 << 20
-"""bytes of one value; larger ones are left out, and a newcomer computes them from its stubs"""
+LARGEST = 4 << 20
+"""bytes of one value; a larger one is left out, and a newcomer cannot pass the place"""
 
 
 class Diverged(RuntimeError):
@@ -58,7 +62,7 @@ class Tape:
     # --- recording --------------------------------------------------------------------------------
 
     def record(self, kind: str, line: int, value: Any) -> None:
-        self.pending.append((kind, line, value))
+        self.pending.append((kind, line, _kept(value)))
         self.count += 1
 
     def aside(self, kind: str, value: Any) -> None:
@@ -95,7 +99,8 @@ class Tape:
         self._closed = end.segments
         self._open = bytearray(end.open)
         beyond = max(0, self.count - end.entries)
-        self.pending = self.pending[len(self.pending) - beyond :]
+        asked = [i for i, (_, line, _) in enumerate(self.pending) if line >= 0]
+        self.pending = self.pending[asked[len(asked) - beyond] :] if beyond else []
 
     @property
     def left(self) -> int:
@@ -116,10 +121,22 @@ class Tape:
 
     def answered(self, kind: str, line: int, value: Any) -> None:
         """An entry that was answered without the record, after its end: it belongs to the record from now on."""
-        self.pending.append((kind, line, value))
+        self.pending.append((kind, line, _kept(value)))
         self.count += 1
 
+    def answers(self) -> list[Entry]:
+        """What was recorded, or answered, since the last publication."""
+        return [entry for entry in self.pending if entry[1] >= 0]
 
+
+def _kept(value: Any) -> Any:
+    """The value as it is now: the script may go on to change it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, _CHANGEABLE) else value
+
+
+_CHANGEABLE = (list, tuple, dict, set, np.ndarray)
 KINDS = {
     "v": "a tensor's value",
     "b": "a batch",
