@@ -117,7 +117,7 @@ SCRIPTS = (
 
 def chosen(number: int) -> Kill:
     """The kill of the script with this number, so that every pair of point, victim and unit is met several times."""
-    return POINTS[number % 6], (number + number // 6) % RANKS, ("rank", "node")[(number // 2 + number // 6) % 2]
+    return POINTS[number % 6], (number + number // 6) % RANKS, ("rank", "node")[number // 2 % 2]
 
 
 def others(number: int) -> list[Kill]:

@@ -14,10 +14,10 @@ from tpwrap.core import events
 REASONS = {
     "lbfgs": ("lbfgs.py:28", "call backward() before optimizer.step()"),
     "fsdp": ("is sharded (FSDP2)", "use DistributedDataParallel"),
-    "large_outputs": ("previous", "compute what you need of it before backward()"),
-    "local_norm": ("local_norm.py:26", "read it before backward(), or after optimizer.step()"),
-    "gradients_after_step": ("gradients_after_step.py:28", "read it before optimizer.step()"),
-    "large_numpy": ("large_numpy.py:30", "take less out"),
+    "large_outputs": ("`large_outputs.py:step/outputs` (2.1 MB)", "compute what you need of it before backward()"),
+    "local_norm": ("local_norm.py:27", "read it before backward(), or after optimizer.step()"),
+    "gradients_after_step": ("gradients_after_step.py:27", "read it before optimizer.step()"),
+    "large_numpy": ("large_numpy.py:29", "take less out"),
 }
 """script -> where, and what to do"""
 

@@ -18,18 +18,20 @@ def main():
     model = nn.Linear(5, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(50 + rank)
-    for step in range(8):
+    norms = []
+    for _ in range(8):
         loss = model(torch.randn(4, 5)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         local_norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        print(f"step {step} local norm {local_norm.item()!r}")
+        norms.append(local_norm.item())
         for p in model.parameters():
             dist.all_reduce(p.grad)
             p.grad /= world
         optimizer.step()
+    print(norms)
     os.makedirs(args.output_dir, exist_ok=True)
-    torch.save(model.state_dict(), f"{args.output_dir}/w{rank}.pt")
+    torch.save({"model": model.state_dict(), "norms": norms}, f"{args.output_dir}/w{rank}.pt")
 
 
 if __name__ == "__main__":
