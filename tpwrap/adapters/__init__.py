@@ -41,6 +41,7 @@ ADAPTERS = (
     Adapter("TorchTitan", "torchtitan.components.optimizer.optimizer", "titan"),
     Adapter("TorchTitan", "torchtitan.components.checkpoint", "titan"),  # before 0.3
     Adapter("TorchTitan", "torchtitan.tools.filesystem", "titan"),
+    Adapter("TorchTitan", "torchtitan.components.checkpointer.base", "titan"),
     Adapter("TorchTitan", "torchtitan.trainer", "titan"),
     Adapter("TorchTitan", "torchtitan.train", "titan"),  # before 0.3
     Adapter("", "torchdata.stateful_dataloader.stateful_dataloader", "stateful"),

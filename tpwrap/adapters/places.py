@@ -68,6 +68,12 @@ class Places:
 
         files.follow(file)
 
+    def holds_nothing(self, kind: type) -> None:
+        """What objects of this class hold is made anew before it is used: a newcomer needs none of it."""
+        from tpwrap.engine.script import walk
+
+        walk.ignore(kind)
+
     def answered(self, owner: Any, *names: str) -> None:
         """What these functions return (plain data) is recorded; on a newcomer's way they do not run."""
         for name in names:

@@ -18,6 +18,8 @@ def apply(places: Places, module: Any) -> None:
         places.answered(module, "exists", "isdir", "isfile", "listdir")
     elif module.__name__ in ("torchtitan.components.checkpoint", "torchtitan.train", "torchtitan.trainer"):
         places.follow(module.__file__)
+    elif module.__name__ == "torchtitan.components.checkpointer.base":
+        places.holds_nothing(module.ModelWrapper)  # a cache of state_dict()
     elif module.OptimizersContainer.__module__ == module.__name__:
         _container(places, module.OptimizersContainer)
 
