@@ -47,8 +47,9 @@ def on_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
             vars(module).update(device_type="cpu", device_module=cpu)
+    distributed: Any = dist
     if not hasattr(dist, "set_timeout"):  # its name since PyTorch 2.14
-        dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+        distributed.set_timeout = dist.distributed_c10d._set_pg_timeout
 
 
 class Bytes(BaseTokenizer):

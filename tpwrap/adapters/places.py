@@ -35,6 +35,8 @@ class _Regions(Protocol):
 class _Passes(Protocol):
     def adopt(self, loader: type) -> None: ...
 
+    def ready(self, loader: Any) -> None: ...
+
 
 class _Script(Protocol):
     boundary: Any
@@ -96,21 +98,6 @@ class Places:
     def skipped_everywhere(self, module: Any, name: str) -> None:
         if hasattr(module, name):
             self._everywhere(module, name, self._skipped)
-
-    def apart(self, owner: Any, name: str, otherwise: Callable[[], Any]) -> None:
-        """What this function reads from tensors is not the script's; on a newcomer's way it is `otherwise` instead."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            if not self.boundary.outside:
-                return original(*args, **kwargs)
-            if self.skipping:
-                return otherwise()
-            with self.boundary.aside():
-                return original(*args, **kwargs)
-
-        setattr(owner, name, function)
 
     def _answered(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

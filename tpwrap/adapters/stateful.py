@@ -1,13 +1,29 @@
-"""torchdata's StatefulDataLoader: it is a DataLoader with an `__iter__` of its own, and makes an iterator to tell its
-state if there is none (there is none on a newcomer's way, where nothing is saved either)."""
+"""torchdata's StatefulDataLoader: a DataLoader with an `__iter__` of its own, which tells where its iterator is.
+
+On a newcomer's way it has none, and nothing is saved; afterwards the iterator must stand where it was when it is asked.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tpwrap.adapters.places import Places
 
 
 def apply(places: Places, module: Any) -> None:
-    places.passes.adopt(module.StatefulDataLoader)
-    places.apart(module.StatefulDataLoader, "state_dict", dict)
+    loader = module.StatefulDataLoader
+    places.passes.adopt(loader)
+    original = loader.state_dict
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if not places.boundary.outside:
+            return original(self)
+        if places.skipping:
+            return {}
+        with places.boundary.aside():
+            places.passes.ready(self)
+            return original(self)
+
+    loader.state_dict = state_dict
