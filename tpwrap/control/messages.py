@@ -102,7 +102,8 @@ class Resumed(Message, frozen=True):
     generation: int
     timings: dict[str, float]
     replayed: int
-    muted: int = 0
+    muted: dict[str, int] = {}
+    """by kind: calls with effects outside that the newcomer left out on its way"""
 
 
 class Progress(Message, frozen=True):

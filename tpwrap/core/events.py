@@ -115,6 +115,8 @@ class FailoverFinished(_Base, frozen=True):
     replayed: int
     """most collectives that one survivor ran again"""
     reason: str
+    muted: dict[str, int] = {}
+    """by kind: calls with effects outside (files, saves) that newcomers of unmodified scripts left out on their way"""
 
 
 class Notice(_Base, frozen=True):

@@ -6,6 +6,7 @@ comes in the middle goes through `lose` and `begin` again under the next generat
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from tpwrap.control.messages import Assign, Failed, Plan, Ready, Release, Resume, Resumed
@@ -224,7 +225,8 @@ def resume(d: Draft, expected: frozenset[int]) -> None:
 def resumed(d: Draft, rank: int, report: Resumed) -> None:
     failover = d.state.failover
     assert failover is not None
-    d.set(failover=replace(failover, replayed=max(failover.replayed, report.replayed)))
+    muted = Counter(failover.muted) + Counter(report.muted)
+    d.set(failover=replace(failover, replayed=max(failover.replayed, report.replayed), muted=muted))
     _add_timings(d, report.timings)
     if d.answered(rank):
         _finish(d)
@@ -255,6 +257,7 @@ def _finish(d: Draft) -> None:
             timings=dict(failover.timings),
             seconds=d.now - failover.marks[0][1],
             replayed=failover.replayed,
+            muted=dict(failover.muted),
             reason=reason,
         )
     )

@@ -278,6 +278,7 @@ class Failover:
     """rank that failed -> the slot it had first"""
     reasons: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
+    muted: Mapping[str, int] = field(default_factory=dict)
     replayed: int = 0
     started_over: bool = False
     """once already, several members were not ready in time"""

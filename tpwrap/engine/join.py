@@ -109,9 +109,9 @@ def join(runtime: Runtime, steps: Steps | Script, step: int) -> bool:
             runtime.communicators.drop()
             continue
         began = time.monotonic()
-        steps.entered(plan.step, blob, scalars)
+        muted = steps.entered(plan.step, blob, scalars)
         runtime.enter_live()
-        runtime.send(Resumed(plan.generation, {"enter": time.monotonic() - began}, 0))
+        runtime.send(Resumed(plan.generation, {"enter": time.monotonic() - began}, 0, muted))
         return True
 
 

@@ -127,7 +127,10 @@ class Runtime:
         """What knows this training's steps from now on. Raises RuntimeError at a second session."""
         if self.script is not None and self.steps is self.script:
             if not self.script.detach():
-                raise RuntimeError("tpwrap.session() comes after the first update; call it before the training loop")
+                raise RuntimeError(
+                    "tpwrap.session() comes after the training has begun; "
+                    "call it before the first batch is taken or a model is called"
+                )
             self.without_script()
         if self.steps is not None:
             raise RuntimeError("tpwrap.session() was called twice; one session serves the whole script")

@@ -261,8 +261,9 @@ class Steps:
         """The sidecar with which a newcomer enters by this plan."""
         return join.fetch(self._runtime, plan)
 
-    def entered(self, step: int, blob: bytes, scalars: bytes) -> None:
-        """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
+    def entered(self, step: int, blob: bytes, scalars: bytes) -> dict[str, int]:
+        """The newcomer's state is that of `step`; called by join, last thing before it goes live. Returns what it has
+        left out on its way: nothing."""
         restored = Sidecar.decode(blob)
         self._buffers.restore(restored.buffers)
         for name, value in restored.registered.items():
@@ -273,6 +274,7 @@ class Steps:
         self.scalars = {step: scalars}
         self._begin_step(step)
         randomness.restore(restored.random)
+        return {}
 
     # --- helpers ----------------------------------------------------------------------------------
 

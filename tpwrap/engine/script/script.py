@@ -148,7 +148,7 @@ class Script:
 
     def detach(self) -> bool:
         """The script asks for the two-line API. False if its training has begun without it."""
-        if self._applied:
+        if self._begun:
             return False
         self.boundary.mode = Mode.OFF
         if not trace.rehearsing():
@@ -210,7 +210,7 @@ class Script:
 
     def at(self, phase: str) -> None:
         """Fire an injected fault that is due here."""
-        if self._begun:
+        if self._begun and self.boundary.mode is Mode.LIVE:
             self._runtime.injector.at(phase, self._applied)
 
     # --- the way in -------------------------------------------------------------------------------
@@ -683,8 +683,9 @@ class Script:
         else:
             self.follow()
 
-    def entered(self, step: int, blob: bytes, scalars: bytes) -> None:
-        """The newcomer's state is that of `step`; called by join, last thing before it goes live."""
+    def entered(self, step: int, blob: bytes, scalars: bytes) -> dict[str, int]:
+        """The newcomer's state is that of `step`; called by join, last thing before it goes live. Returns what it has
+        left out on its way: calls by kind."""
         memory = Memory.decode(blob)
         if step == 0:
             randomness.restore(memory.random)
@@ -692,8 +693,12 @@ class Script:
         self._memory = None
         self._entry = step
         self.boundary.mode = Mode.LIVE
+        muted: dict[str, int] = {}
         if self._trace is None:
-            self.outputs.go_live()
+            found = self.outputs.go_live()
+            muted = found.calls
+            for doubt in found.doubts:
+                self._runtime.send(Notice("warning", f"{doubt}: others write to it, too; lines may stand twice"))
         else:
             self._trace.entered()
         self._runtime.journal.step = step
@@ -704,6 +709,7 @@ class Script:
         self._entry_backwards = self._backwards
         self._readings = {step: (self.tape.answers(), self._derived_values())}
         self._begin_step(step)
+        return muted
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -714,7 +720,7 @@ class Script:
     def model_found(self, model: torch.nn.Module) -> None:
         """A model was called for the first time."""
         self._buffers.append(LocalBuffers(model))
-        if self._runtime.injector.wants("backward") and self.boundary.mode is Mode.LIVE:
+        if self._runtime.injector.wants("backward"):
             parameters = [p for p in model.parameters() if p.requires_grad]
             if parameters:
                 parameters[len(parameters) // 2].register_hook(lambda _: self.at("backward"))
