@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed._composable_state import _get_module_state
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 _instances: list[weakref.ref[Any]] = []
@@ -65,7 +65,7 @@ def will_synchronize() -> bool:
 
 def is_replicated(module: torch.nn.Module) -> bool:
     """Whether `replicate(module)` was called: DDP from within the module's hooks, made at its first forward."""
-    return any(type(_get_module_state(one)).__name__ == "_ReplicateState" for one in module.modules())
+    return any(replicate.state(one) is not None for one in module.modules())
 
 
 def _alive() -> list[Any]:
@@ -86,6 +86,11 @@ def finish_bucket_phase(step: int) -> None:
             rebuild(instance)
 
 
+def synchronized() -> list[torch.nn.Parameter]:
+    """Parameters whose gradients the newest backward pass has made equal on all ranks."""
+    return [p for instance in _alive() if instance.require_backward_grad_sync for p in instance.parameters()]
+
+
 def passes_needed(instance: Any) -> int:
     """Synchronized passes after which the order of the gradients is known: a static graph is learned in the first one,
     and the order only in the second."""
@@ -102,10 +107,10 @@ def within(module: torch.nn.Module) -> list[Any]:
     """The DDP instances that are this module, or parts of it."""
     found = []
     for one in module.modules():
-        state: Any = _get_module_state(one)
+        state: Any = replicate.state(one)
         if isinstance(one, DistributedDataParallel):
             found.append(one)
-        elif type(state).__name__ == "_ReplicateState" and getattr(state, "_ddp", None) is not None:
+        elif getattr(state, "_ddp", None) is not None:
             found.append(state._ddp)
     return found
 

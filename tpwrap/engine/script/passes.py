@@ -168,6 +168,12 @@ class Passes:
         one.over = True
         self._alive.pop(one.number, None)
 
+    def ready(self, loader: Any) -> None:
+        """Somebody asks the loader itself where it is: passes that are to be taken up are taken up now."""
+        for one in list(self._alive.values()):
+            if one.loader is loader and one.iterator is None and one.state is not None and not one.over:
+                _take_up(self, one)
+
     # --- the sidecar's part -----------------------------------------------------------------------
 
     def states(self) -> dict[int, PassState]:

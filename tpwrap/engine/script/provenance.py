@@ -28,25 +28,26 @@ class Origin(enum.Enum):
 class Provenance(TorchFunctionMode):
     """Follows tensors through torch's functions while it is active.
 
-    default: of tensors that nobody has marked. gradient: of the gradients of `replicated`.
+    synchronized: of the `replicated` parameters those whose gradients are equal on all ranks, too; other gradients are
+    lost. default: of tensors that nobody has marked.
     """
 
     def __init__(
         self,
         own: Iterable[torch.Tensor],
         replicated: Sequence[torch.Tensor],
+        synchronized: Iterable[torch.Tensor],
         default: Origin = Origin.LOST,
-        gradient: Origin = Origin.REPLICATED,
     ) -> None:
         super().__init__()
         self._default = default
-        self._gradient = gradient
         self._idle = False
         self._origins: dict[int, Origin] = {}
         self._kept: list[torch.Tensor] = []  # ids must not be used again
         for tensor in own:
             self.mark(tensor, Origin.OWN)
-        self._parameters = {id(tensor) for tensor in replicated}
+        self._gradients = {id(tensor): Origin.LOST for tensor in replicated}
+        self._gradients.update((id(tensor), Origin.REPLICATED) for tensor in synchronized)
         for tensor in replicated:
             self.mark(tensor, Origin.REPLICATED if default is Origin.LOST else default)
 
@@ -84,19 +85,33 @@ class Provenance(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._idle:
             return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
         origin = self.origin(args, kwargs)
-        if func == _GRADIENT and id(args[0]) in self._parameters:
-            origin = self._gradient
+        if name == "copy_" and _whole(args[0]):
+            origin = self.origin(args[1:], kwargs)
+        elif name in _FILLS and _whole(args[0]):
+            origin = Origin.OWN
         result = func(*args, **kwargs)
-        changed = args[:1] if getattr(func, "__name__", "") in _RETURN_NOTHING else ()
+        if func == _GRADIENT and id(args[0]) in self._gradients and result is not None:
+            origin = self.known(result) or self._gradients[id(args[0])]
+        changed = args[:1] if name in _RETURN_NOTHING else ()
         for tensor in _tensors((result, *changed)):
             self.mark(tensor, origin)
         return result
 
 
+_FILLS = ("zero_", "fill_")
 _RETURN_NOTHING = ("__setitem__", "__set__")
 """what changes its first argument and does not return it"""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    """Whether nothing else lies in the same memory."""
+    try:
+        return tensor.nbytes == tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,10 +116,10 @@ class Regions:
         A reducer of DDP must see its first synchronized pass (of a static graph, two), so that it lays out its buckets
         as the survivors' have done.
         """
-        if not torch.is_grad_enabled():
-            return False
         instances = ddp.within(module)
         real = not instances and ddp.is_replicated(module)
+        if not torch.is_grad_enabled():
+            return real  # its first forward makes the instance of DDP, whatever it is for
         for instance in instances:
             ddp.rebuild(instance)
             seen = self._seen.get(instance, 0)
@@ -243,6 +243,15 @@ class Regions:
         """Whether an optimizer updates any of its parameters."""
         updated = {id(p) for optimizer in self.optimizers for _, p in optimized(optimizer)}
         return any(id(parameter) in updated for parameter in model.parameters())
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """What models and optimizers hold."""
+        for model in self.models:
+            yield from model.parameters()
+            yield from model.buffers()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def updated(self, index: int) -> None:
         """An optimizer has applied an update."""

@@ -39,7 +39,7 @@ from tpwrap.engine.script.provenance import Origin, Provenance
 from tpwrap.engine.script.regions import Regions
 from tpwrap.engine.script.slow import Slow
 from tpwrap.engine.script.tape import Diverged, Entry, Tape
-from tpwrap.engine.script.walk import Loose
+from tpwrap.engine.script.walk import Known, Loose
 from tpwrap.engine.state import ReplicaState
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class Script:
         self._graded: frozenset[int] = frozenset()
         """a newcomer's optimizers whose gradients came from replicas"""
         self._entry_backwards = -1
+        self._made_state: dict[int, int] = {}
+        """by optimizer: gradients there were when a newcomer had it make its state"""
         self._findings: dict[str, Finding] = {}
         self._lost: dict[str, int] = {}
         """paths of tensors in variables that a newcomer would lack: bytes"""
@@ -329,10 +331,11 @@ class Script:
             walk.find_generators()
         return walk.loose(walk.user_frames(sys._getframe()), self._known())
 
-    def _known(self) -> set[int]:
-        known = {id(module) for model in self.regions.models for module in model.modules()}
-        known.update(id(p) for optimizer in self.regions.optimizers for _, p in optimized(optimizer))
-        return known
+    def _known(self) -> Known:
+        regions = self.regions
+        known = {id(module) for model in regions.models for module in model.modules()}
+        known.update(id(p) for optimizer in regions.optimizers for _, p in optimized(optimizer))
+        return Known(known, regions.held)
 
     def _sort_out(self, tensors: dict[str, torch.Tensor]) -> tuple[list[str], dict[str, int]]:
         """Take large tensors out of `tensors`: returns the paths of those that the script keeps, and the others, which
@@ -407,7 +410,7 @@ class Script:
         randomness.restore(memory.random)
         boundary.mode = Mode.WINDOW
         boundary.settle_draws()
-        self._provenance = Provenance(own, self._replicated())
+        self._provenance = Provenance(own, self._replicated(), ddp.synchronized())
         self._provenance.start()
 
     def _replicated(self) -> list[torch.Tensor]:
@@ -523,11 +526,11 @@ class Script:
     def _watch_window(self, roots: list[torch.Tensor]) -> None:
         """Look once at where the values come from that the script reads between backward and the end of the update."""
         own = [*self._variables().tensors.values(), *_small(roots), *self.regions.scales()]
-        self._watch(Provenance(own, self._replicated()))
+        self._watch(Provenance(own, self._replicated(), ddp.synchronized()))
 
     def _watch_tail(self) -> None:
         """The same after the update, where all is known but the gradients, which are used up."""
-        self._watch(Provenance([], self._replicated(), default=Origin.OWN, gradient=Origin.LOST))
+        self._watch(Provenance([], self._replicated(), (), default=Origin.OWN))
 
     def _watch(self, provenance: Provenance) -> None:
         self._watch_no_more()
@@ -607,7 +610,7 @@ class Script:
             boundary.enter()
         try:
             if boundary.mode is not Mode.LIVE:
-                return self._stubbed_update(optimizer)
+                return self._stubbed_update(optimizer, update)
             if any(callable(argument) for argument in (*args, *kwargs.values())):
                 self._closures = [Place("", where(sys._getframe(2)))]
                 self._report()
@@ -662,8 +665,14 @@ class Script:
         if self._runtime.injector.wants("between"):
             self.boundary.next_region = lambda: self.at("between")
 
-    def _stubbed_update(self, optimizer: Optimizer) -> None:
+    def _stubbed_update(self, optimizer: Optimizer, update: Callable[..., Any]) -> None:
         """A newcomer's optimizer.step(): the place where it becomes live, if its step has come."""
+        graded = sum(p.grad is not None for _, p in optimized(optimizer))
+        if self._made_state.get(id(optimizer)) != graded:
+            # The script may hold the optimizer's state (in a checkpoint it has put together): so it must be there, and
+            # the very tensors that get the replicas' values.
+            self._made_state[id(optimizer)] = graded
+            update()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for the scheduler's order check
         self.regions.updated(self.regions.optimizers.index(optimizer))
         step = self._applied + 1

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -34,6 +34,8 @@ from tpwrap.engine.script.liveness import live_names
 from tpwrap.engine.script.passes import Pass
 
 NODE_LIMIT = 20_000
+_ALIASED = 4096
+"""bytes; only such tensors are looked up by the memory that they lie in"""
 
 Scalar = int | float | bool | str | None
 _SCALARS = frozenset({int, float, bool, str, type(None)})
@@ -52,6 +54,31 @@ class Loose:
     """the path at which the limit was reached: from there on nothing was looked at"""
 
 
+class Known:
+    """What the engine restores by itself. ids: of tensors and Modules. held: the tensors; only asked for where one of
+    the script's tensors may lie in the same memory."""
+
+    def __init__(self, ids: set[int], held: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._ids = ids
+        self._held = held
+        self._memory: set[int] | None = None
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, int) or key >= 0:
+            return key in self._ids
+        if self._memory is None:
+            self._memory = {memory_of(tensor) for tensor in self._held()}
+        return key in self._memory
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A name, among ids of objects, for the memory that a tensor lies in."""
+    try:
+        return -tensor.untyped_storage().data_ptr() or -1
+    except (NotImplementedError, RuntimeError):  # sparse and fake tensors have none
+        return -1
+
+
 def user_frames(frame: FrameType | None) -> list[FrameType]:
     """The frames of the user's code on the stack that ends in `frame`, outermost first."""
     found = []
@@ -65,9 +92,9 @@ def user_frames(frame: FrameType | None) -> list[FrameType]:
 def loose(frames: list[FrameType], known: Container[int], limit: int = NODE_LIMIT) -> Loose:
     """What the live state of `frames` and of the user's modules reaches.
 
-    `known` holds the ids of tensors that the engine restores by itself. The id of a Module in it says that all its own
-    parameters and buffers (not those of its children) are known, which is quicker. `limit` counts containers and what
-    lies in them.
+    `known` holds the ids of tensors that the engine restores by itself, and the `memory_of` them. The id of a Module in
+    it says that all its own parameters and buffers (not those of its children) are known, which is quicker. `limit`
+    counts containers and what lies in them.
     """
     return _Walk(known, limit).run(frames).found
 
@@ -429,6 +456,11 @@ _PLAIN = (types.SimpleNamespace, argparse.Namespace)
 _kinds: dict[type, _Kind] = {}
 
 
+def ignore(kind: type) -> None:
+    """What objects of this class hold is not looked at."""
+    _kinds[kind] = _Kind.ATOM
+
+
 def _kind(cls: type) -> _Kind:
     kind = _kinds.get(cls)
     if kind is None:
@@ -538,7 +570,7 @@ class _Walk:
         self.left -= count
 
     def _tensor(self, tensor: torch.Tensor, place: _Place) -> None:
-        if id(tensor) in self.known:
+        if id(tensor) in self.known or (tensor.nbytes >= _ALIASED and memory_of(tensor) in self.known):
             return
         path = place.path()
         self.places[path] = place
