@@ -29,7 +29,8 @@ def test_no_script_knows_of_tpwrap() -> None:
 
 
 def test_tpwrap_changes_nothing(script: Script, tmp_path: Path, oracle) -> None:
-    assert_equal(under_tpwrap(tmp_path, script), oracle(script), script, set(), 0)
+    """Nor is any of them refused."""
+    assert_equal(under_tpwrap(tmp_path, script, options=("--strict",)), oracle(script), script, set(), 0)
 
 
 @pytest.mark.parametrize(("script", "kill"), KILLS)
