@@ -430,8 +430,12 @@ class Script:
             return {}
         tensors = self._variables().tensors
         if self._provenance is not None:
-            known = self._provenance.known
-            self._derived |= {path for path, tensor in tensors.items() if known(tensor) is Origin.REPLICATED}
+            of, restored = self._provenance.known, self._known()
+            self._derived |= {
+                path
+                for path, tensor in tensors.items()
+                if of(tensor) is Origin.REPLICATED and walk.memory_of(tensor) not in restored
+            }
         return {
             path: tensors[path].detach().clone()
             for path in self._derived
@@ -474,10 +478,10 @@ class Script:
         provenance, memory = self._provenance, self._memory
         assert provenance is not None
         assert memory is not None
-        frames = walk.user_frames(sys._getframe())
-        for path, tensor in walk.loose(frames, self._known()).tensors.items():
+        known = self._known()
+        for path, tensor in walk.loose(walk.user_frames(sys._getframe()), known).tensors.items():
             origin = provenance.known(tensor)
-            if origin is Origin.OWN or path in memory.slow:
+            if origin is Origin.OWN or path in memory.slow or walk.memory_of(tensor) in known:
                 continue
             values = {}
             if origin is Origin.REPLICATED:
