@@ -53,7 +53,9 @@ EXAMPLE = {
             "trainer",
             "transformers",
             ("hf_trainer.py", "--output_dir", "out"),
-            kills("step=0 phase=backward", "step=4 phase=backward", "step=6 phase=backward", "step=15 phase=backward"),
+            kills(
+                "step=0 phase=backward", "step=4 phase=backward", "step=5 phase=collective:1", "step=15 phase=backward"
+            ),
         ),
         Example(
             "accelerate",
