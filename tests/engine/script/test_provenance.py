@@ -16,12 +16,12 @@ OWN, REPLICATED, LOST = Origin.OWN, Origin.REPLICATED, Origin.LOST
 class Traced:
     """A newcomer in its window: one tensor of each origin."""
 
-    def __init__(self, **kinds: Any) -> None:
+    def __init__(self, synchronized: bool = True, default: Origin = Origin.LOST) -> None:
         self.own = torch.ones(3)
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.weight.grad = torch.ones(3)
         self.lost = torch.ones(3)
-        self.provenance = Provenance([self.own], [self.weight], **kinds)
+        self.provenance = Provenance([self.own], [self.weight], [self.weight] if synchronized else [], default)
 
     def origin(self, *values: Any) -> Origin:
         return self.provenance.origin(*values)
@@ -132,10 +132,40 @@ def test_a_lost_value_put_into_a_tensor_makes_it_lost(traced: Traced, name: str)
     assert traced.origin(INPLACE[name](traced)) is LOST
 
 
-def test_a_tensor_that_is_overwritten_with_what_is_known_is_lost_still(traced: Traced) -> None:
-    """Safe: copy_ may have written a part only."""
-    traced.lost.copy_(traced.own)
-    assert traced.origin(traced.lost) is LOST
+def test_a_tensor_that_is_overwritten_is_what_it_is_overwritten_with(traced: Traced) -> None:
+    assert traced.origin(traced.lost.clone().copy_(traced.own)) is OWN
+    assert traced.origin(traced.lost.clone().zero_()) is OWN
+    assert traced.origin(traced.lost.clone().fill_(3.0)) is OWN
+    assert traced.origin(traced.own.clone().fill_(traced.lost[0])) is LOST
+
+
+def test_a_tensor_that_is_overwritten_in_part_is_lost_still(traced: Traced) -> None:
+    half = traced.lost.clone()
+    half[:1].copy_(traced.own[:1])
+    half[:1].zero_()
+    assert traced.origin(half) is LOST
+
+
+def test_gradients_that_nobody_has_synchronized_are_lost_until_a_collective_has() -> None:
+    t = Traced(synchronized=False)
+    t.provenance.start()
+    try:
+        gradient = t.weight.grad
+        assert gradient is not None
+        assert t.origin(gradient.norm()) is LOST
+        t.provenance.reduced(gradient)
+        assert t.weight.grad is not None
+        assert t.origin(t.weight.grad.norm()) is REPLICATED
+    finally:
+        t.provenance.stop()
+
+
+def test_a_part_that_a_collective_has_made_equal_says_nothing_of_the_rest(traced: Traced) -> None:
+    for lost in (traced.lost, traced.lost * 2):  # not known, and known to be lost
+        traced.provenance.reduced(lost[:1])
+        assert traced.origin(lost) is LOST
+        traced.provenance.reduced(lost)
+        assert traced.origin(lost[1:]) is REPLICATED
 
 
 def test_origin_of_several(traced: Traced) -> None:
@@ -154,7 +184,7 @@ def test_marked_anew(traced: Traced) -> None:
 
 
 def test_after_the_update_only_gradients_are_lost() -> None:
-    t = Traced(default=OWN, gradient=LOST)
+    t = Traced(synchronized=False, default=OWN)
     t.provenance.start()
     try:
         assert t.origin(t.weight * 2) is OWN
