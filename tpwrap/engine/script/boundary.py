@@ -64,6 +64,8 @@ class Boundary:
         """told in Mode.LIVE of each value that comes out: kind, where, subjects"""
         self.too_large: dict[int, int] = {}
         """lines whose values were not recorded: bytes"""
+        self.unmovable: dict[int, str] = {}
+        """lines whose values cannot be recorded: why"""
         self.outside_seconds = 0.0
         """that the script's own code took between regions: about what a newcomer's way takes"""
         self._left = _clock()
@@ -98,26 +100,45 @@ class Boundary:
             except Exception as error:
                 self.tape.record(kind, line, _Raised.describe(error))
                 raise
-            size = getattr(value, "nbytes", 0)
-            if size > LARGEST:
-                self.too_large[line] = size
-                self.tape.record(kind, line, _Raised.too_large(size))
-            else:
-                self.tape.record(kind, line, value)
+            self._record(kind, line, value)
             return value
         try:
             if self.mode is Mode.WINDOW and self.tape.left <= 0:
-                value = self.window(kind, line, computed, subjects)
-                self.tape.answered(kind, line, value)
-                return value
-            recorded = self.tape.play(kind, line)
+                recorded = self._answer(kind, line, computed, subjects)
+            else:
+                recorded = self.tape.play(kind, line)
         except Diverged as error:
             self.fail(str(error))
         if _Raised.is_one(recorded):
             raised = _Raised.error(recorded)
             if raised is None:
-                self.fail(f"line {line} takes {recorded[2]} bytes out of a tensor, which is too much to be recorded")
+                self.fail(f"line {line} {recorded[2]}")
             raise raised
+        return recorded
+
+    def _record(self, kind: str, line: int, value: Any) -> None:
+        size = getattr(value, "nbytes", 0)
+        if size > LARGEST:
+            self.too_large[line] = size
+            reason = f"takes {size} bytes out of a tensor, which is too much to be recorded"
+            self.tape.record(kind, line, _Raised.left_out(reason))
+            return
+        try:
+            with self.aside():  # to copy a tensor is to read it
+                self.tape.record(kind, line, value)
+        except TypeError as error:
+            self.unmovable[line] = str(error)
+            self.tape.record(kind, line, _Raised.left_out(f"gets what cannot be moved: {error}"))
+
+    def _answer(self, kind: str, line: int, compute: Callable[[], Any], subjects: tuple[Any, ...]) -> Any:
+        try:
+            recorded = self.window(kind, line, compute, subjects)
+        except Diverged:
+            raise
+        except Exception as error:
+            recorded = _Raised.describe(error)
+        with self.aside():
+            self.tape.answered(kind, line, recorded)
         return recorded
 
     def fail(self, reason: str) -> NoReturn:
@@ -196,7 +217,7 @@ def where(frame: FrameType | None) -> str:
 
 
 class _Raised:
-    """On the tape in the place of a value: a question was answered by an exception, or its answer is too large."""
+    """On the tape in the place of a value: a question was answered by an exception, or its answer was left out."""
 
     _MARK = "\0raised"
 
@@ -204,14 +225,14 @@ class _Raised:
     def describe(error: Exception) -> tuple[str, str, list[Any]]:
         """One of Python's own exceptions, with plain arguments."""
         name = next(kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
-        plain = [one if isinstance(one, (int, str, type(None))) else str(one) for one in error.args]
+        plain = [one if isinstance(one, (int, str, bytes, type(None))) else str(one) for one in error.args]
         if isinstance(error, OSError) and error.filename is not None:
             plain = [*plain[:2], str(error.filename)]
         return (_Raised._MARK, name, plain)
 
     @staticmethod
-    def too_large(size: int) -> tuple[str, str, int]:
-        return (_Raised._MARK, "", size)
+    def left_out(reason: str) -> tuple[str, str, str]:
+        return (_Raised._MARK, "", reason)
 
     @staticmethod
     def is_one(recorded: Any) -> bool:
@@ -219,7 +240,7 @@ class _Raised:
 
     @staticmethod
     def error(recorded: tuple[str, str, Any]) -> Exception | None:
-        """The exception; None for what was too large."""
+        """The exception; None for what was left out."""
         _, name, arguments = recorded
         if not name:
             return None

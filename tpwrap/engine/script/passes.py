@@ -40,8 +40,10 @@ class PassState(NamedTuple):
 class Pass:
     """One pass over a loader: what `iter(loader)` returns."""
 
-    def __init__(self, passes: Passes, loader: Any, number: int) -> None:
+    def __init__(self, passes: Passes, loader: Any, number: int, again: bool) -> None:
         self.loader = loader
+        self.again = again
+        """the loader was passed over before"""
         self.number = number
         self.taken = 0
         self.over = False
@@ -53,7 +55,7 @@ class Pass:
         try:
             if boundary.mode is not Mode.FORWARD:
                 self.state = PassState(_moment(loader), None)
-                self.iterator = passes.make(loader)
+                self.iterator = passes.make(self)
         finally:
             boundary.leave()
 
@@ -100,17 +102,24 @@ class Passes:
         def __iter__(self: Any) -> Any:
             if not passes.boundary.outside:
                 return original(self)
-            if all(one is not self for one in passes.loaders):
+            again = any(one is self for one in passes.loaders)
+            if not again:
                 passes.loaders.append(self)
-            made = Pass(passes, self, passes.count)
+            made = Pass(passes, self, passes.count, again)
             passes.count += 1
             passes._alive[made.number] = made
             return made
 
         kind.__iter__ = __iter__  # type: ignore[attr-defined]
 
-    def make(self, loader: Any) -> Iterator[Any]:
+    def make(self, one: Pass) -> Iterator[Any]:
+        """Its iterator, with the random state as it is."""
+        loader = one.loader
         original = next(self._originals[kind] for kind in type(loader).__mro__ if kind in self._originals)
+        if one.again and getattr(loader, "persistent_workers", False) and loader._iterator is None:
+            now = _moment(loader)
+            original(loader)  # the workers, which the failed rank has had since an earlier pass
+            _restore(loader, now)
         iterator: Iterator[Any] = original(loader)
         return iterator
 
@@ -202,7 +211,7 @@ def _take_up(passes: Passes, one: Pass) -> None:
     now = _moment(one.loader)
     made, first = one.state
     _restore(one.loader, made)
-    iterator: Any = passes.make(one.loader)
+    iterator: Any = passes.make(one)
     if first is not None:
         _restore(one.loader, first)
         indices_only = isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map

@@ -43,7 +43,7 @@ class Provenance(TorchFunctionMode):
         self._default = default
         self._idle = False
         self._origins: dict[int, Origin] = {}
-        self._kept: list[torch.Tensor] = []  # ids must not be used again
+        self._kept: list[Any] = []  # the memory behind a number must not be given to others
         for tensor in own:
             self.mark(tensor, Origin.OWN)
         self._gradients = {id(tensor): Origin.LOST for tensor in replicated}
@@ -67,8 +67,13 @@ class Provenance(TorchFunctionMode):
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Of the tensor, and of all others that share its memory."""
-        self._kept.append(tensor)
+        self._kept.append(tensor.untyped_storage() if tensor.layout is torch.strided else tensor)
         self._origins[_memory(tensor)] = origin
+
+    def reduced(self, tensor: torch.Tensor) -> None:
+        """A collective has made it equal on all ranks. What else lies in its memory need not be."""
+        if _whole(tensor) or self.known(tensor) is not Origin.LOST:
+            self.mark(tensor, Origin.REPLICATED)
 
     def known(self, tensor: torch.Tensor) -> Origin | None:
         """What is known of this very tensor."""

@@ -57,6 +57,8 @@ _REPORTED = (0, 1, 3)
 """updates after which more is known about what is protected"""
 _WATCHED = (0, 2)
 """updates in which the engine looks where values come from"""
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+"""names of frames, up to Python 3.11; later ones have no frame of their own"""
 _AHEAD = 3
 """updates after its entry at which a newcomer has done all that the failed rank can have done"""
 
@@ -514,7 +516,7 @@ class Script:
             for one in tensors:
                 for tensor in one if isinstance(one, (list, tuple)) else [one]:
                     if isinstance(tensor, torch.Tensor):
-                        self._provenance.mark(tensor, Origin.REPLICATED)
+                        self._provenance.reduced(tensor)
 
     def _leave_window(self) -> None:
         if self._provenance is not None:
@@ -561,7 +563,11 @@ class Script:
 
     def _news(self) -> bool:
         """Whether something has come up since the last report that is not protected."""
-        return self._told_of != (len(self._findings), len(self.boundary.too_large), len(self._lost))
+        return self._told_of != self._number_of_findings()
+
+    def _number_of_findings(self) -> tuple[int, int, int]:
+        boundary = self.boundary
+        return len(self._findings), len(boundary.too_large) + len(boundary.unmovable), len(self._lost)
 
     def written_by_descriptor(self, where: str) -> None:
         """The script opens a file for writing by os.open, which nobody mutes in a newcomer."""
@@ -570,10 +576,14 @@ class Script:
 
     def _report(self) -> None:
         """Tell what was recognised and what is protected; as often as more may be known."""
-        self._told_of = (len(self._findings), len(self.boundary.too_large), len(self._lost))
+        self._told_of = self._number_of_findings()
         with self.boundary.aside():
             runtime, regions, passes = self._runtime, self.regions, self.passes
             others = list(self._findings.values())
+            if any(frame.f_code.co_name in _COMPREHENSIONS for frame in walk.user_frames(sys._getframe())):
+                what = "steps run inside a comprehension, whose half-built result nobody sees"
+                advice = "exact if it collects numbers; collect tensors in a variable"
+                others.append(Finding("note", "comprehension", what, "", advice))
             fix = f"take less out, or {lint.TWO_LINES}"
             others += [
                 Finding("unprotected", reason, f"{reason}, which cannot be made anew elsewhere", "", lint.TWO_LINES)
@@ -583,6 +593,10 @@ class Script:
             others += [
                 Finding("unprotected", f"size {line}", f"line {line} takes {lint.size(size)} out of a tensor", "", fix)
                 for line, size in self.boundary.too_large.items()
+            ]
+            others += [
+                Finding("unprotected", f"unmovable {line}", f"line {line} gets what cannot be moved: {why}", "", fix)
+                for line, why in self.boundary.unmovable.items()
             ]
             found = facts.gather(
                 step=self._applied,

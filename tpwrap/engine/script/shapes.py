@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import enum
 import sys
 from collections import OrderedDict
 from typing import Any
@@ -13,8 +15,9 @@ import numpy as np
 import torch
 
 from tpwrap.engine import encoding
+from tpwrap.engine.script.tape import LARGEST
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray})
 
 
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
@@ -37,7 +40,7 @@ def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
         gradient = 0 if not value.requires_grad else 1 if value.is_leaf else 2
         return ("tensor", encoding.dtype_name(value.dtype), list(value.shape), gradient, str(value.device))
     kind = type(value)
-    if isinstance(value, _PLAIN):
+    if kind in _PLAIN or isinstance(value, np.generic):
         return ("plain", value)
     if kind in _SEQUENCES:
         return (_SEQUENCES[kind], [describe(v, seen) for v in value])
@@ -46,7 +49,9 @@ def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
     name = (kind.__module__, kind.__qualname__)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return ("named", *name, [describe(v, seen) for v in value])
-    if hasattr(value, "__dict__") and "<locals>" not in name[1] and not isinstance(value, (type, torch.nn.Module)):
+    if isinstance(value, enum.Enum) and isinstance(value.name, str):
+        return ("member", *name, value.name)
+    if _is_all_attributes(kind) and "<locals>" not in name[1] and not isinstance(value, torch.nn.Module):
         items = None
         if isinstance(value, dict):
             items = [(describe(k, seen), describe(v, seen)) for k, v in value.items()]
@@ -82,8 +87,22 @@ def stub(description: Any, made: list[torch.Tensor] | None = None) -> Any:
         raise Indescribable(f"{module}.{qualname}, which is not there")
     if code == "named":
         return kind(*(stub(v, made) for v in content[0]))
+    if code == "member":
+        return kind[content[0]]  # type: ignore[index]
     items, attributes = content
     return _object(kind, items, attributes, made)
+
+
+def _is_all_attributes(kind: type) -> bool:
+    """Whether objects of this type hold nothing but attributes in a dictionary, and entries if they are one."""
+    if not getattr(kind, "__dictoffset__", 0):
+        return False
+    base = next(one for one in kind.__mro__ if not one.__flags__ & _MADE_BY_CLASS)
+    return base in (object, dict, OrderedDict) and not copyreg._slotnames(kind)  # type: ignore[attr-defined]
+
+
+_MADE_BY_CLASS = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: other types keep what they hold where only they know"""
 
 
 def _object(kind: Any, items: Any, attributes: Any, made: list[torch.Tensor]) -> Any:
@@ -108,11 +127,16 @@ class Table:
 
     def number(self, value: Any) -> Any:
         """The description's number, with the description where it is new. Raises Indescribable."""
-        description = describe(value)
+        try:
+            description = describe(value)
+        except RecursionError:
+            raise Indescribable("a structure that holds itself") from None
         try:
             key = encoding.encode(description)
         except TypeError as error:
             raise Indescribable(str(error)) from None
+        if len(key) > LARGEST:
+            raise Indescribable(f"{len(key) / 1e6:.0f} MB that are no tensors")
         if len(key) > _LONGEST:
             return (-1, description)
         number = self._numbers.get(key)

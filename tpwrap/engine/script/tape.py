@@ -10,11 +10,7 @@ never changes again and is kept by the buddies for ever, the open one travels in
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from tpwrap.engine import encoding
 
@@ -62,6 +58,7 @@ class Tape:
     # --- recording --------------------------------------------------------------------------------
 
     def record(self, kind: str, line: int, value: Any) -> None:
+        """Raises TypeError where the value cannot be moved."""
         self.pending.append((kind, line, _kept(value)))
         self.count += 1
 
@@ -70,10 +67,7 @@ class Tape:
         self.pending.append((kind, -1, value))
 
     def seal(self) -> tuple[End, bytes | None]:
-        """Take what is pending into the record. Returns where it ends now, and a segment if one was closed.
-
-        Raises TypeError where a value cannot be moved.
-        """
+        """Take what is pending into the record. Returns where it ends now, and a segment if one was closed."""
         if self.pending:
             chunk = encoding.encode(self.pending)
             self.pending = []
@@ -131,12 +125,15 @@ class Tape:
 
 def _kept(value: Any) -> Any:
     """The value as it is now: the script may go on to change it."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, _CHANGEABLE) else value
+    if type(value) in _UNCHANGEABLE:
+        return value
+    data = encoding.encode(value)
+    if len(data) > LARGEST:
+        raise TypeError(f"it takes {len(data)} bytes")
+    return encoding.decode(data)
 
 
-_CHANGEABLE = (list, tuple, dict, set, np.ndarray)
+_UNCHANGEABLE = frozenset({type(None), bool, int, float, str, bytes})
 KINDS = {
     "v": "a tensor's value",
     "b": "a batch",
