@@ -49,13 +49,19 @@ def install(boundary: Boundary, written: Callable[[str], None]) -> None:
     _descriptors(boundary, written)
 
 
+def _is_engines(frame: FrameType) -> bool:
+    """Whether this is our own code, which serves recoveries in the script's thread."""
+    return str(frame.f_globals.get("__name__")).startswith("tpwrap.")
+
+
 def _tensors(boundary: Boundary) -> None:
     def observed(original: Any) -> Any:
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            if boundary.inside or not boundary.outside:
+            caller = sys._getframe(1)
+            if boundary.inside or not boundary.outside or _is_engines(caller):
                 return original(*args, **kwargs)
-            return boundary.cross("v", lambda: original(*args, **kwargs), sys._getframe(1).f_lineno, args)
+            return boundary.cross("v", lambda: original(*args, **kwargs), caller.f_lineno, args)
 
         return method
 

@@ -92,10 +92,8 @@ class Provenance(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         origin = self.origin(args, kwargs)
-        if name == "copy_" and _whole(args[0]):
+        if name in _OVERWRITE and _whole(args[0]):
             origin = self.origin(args[1:], kwargs)
-        elif name in _FILLS and _whole(args[0]):
-            origin = Origin.OWN
         result = func(*args, **kwargs)
         if func == _GRADIENT and id(args[0]) in self._gradients and result is not None:
             origin = self.known(result) or self._gradients[id(args[0])]
@@ -105,7 +103,7 @@ class Provenance(TorchFunctionMode):
         return result
 
 
-_FILLS = ("zero_", "fill_")
+_OVERWRITE = ("copy_", "zero_", "fill_")
 _RETURN_NOTHING = ("__setitem__", "__set__")
 """what changes its first argument and does not return it"""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
