@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import MARK, SECONDS, Run, common_directory, environment
-from tests.unchanged.catalogue import OUTPUT, RANKS, SCRIPTS, Script
+from tests.unchanged.catalogue import OUTPUT, RANKS, Script
 from tpwrap.core import events
 
 
@@ -212,11 +212,3 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script], Left]
         return left(directory, directory, script)
 
     return get
-
-
-@pytest.fixture(params=SCRIPTS, ids=lambda script: script.name)
-def script(request: pytest.FixtureRequest) -> Script:
-    chosen: Script = request.param
-    for module in chosen.needs:
-        pytest.importorskip(module)
-    return chosen
