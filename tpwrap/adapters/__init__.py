@@ -34,6 +34,8 @@ ADAPTERS = (
     Adapter("Lightning", "lightning.pytorch.strategies.strategy", "lightning"),
     Adapter("Lightning", "lightning.pytorch.plugins.precision.precision", "lightning"),
     Adapter("Lightning", "lightning.fabric.utilities.cloud_io", "lightning"),
+    Adapter("Lightning", "lightning.pytorch.callbacks.model_checkpoint", "lightning"),
+    Adapter("PyTorch Lightning", "pytorch_lightning.callbacks.model_checkpoint", "lightning"),
     Adapter("PyTorch Lightning", "pytorch_lightning.strategies.strategy", "lightning"),
     Adapter("PyTorch Lightning", "pytorch_lightning.plugins.precision.precision", "lightning"),
     Adapter("PyTorch Lightning", "lightning_fabric.utilities.cloud_io", "lightning"),

@@ -4,12 +4,18 @@
   and what training_step calls in it is (`_redirect`).
 * It hands forward and backward to the optimizer as a closure. Every optimizer but LBFGS calls that once, before all
   else: so it is called before `optimizer.step()` instead (`_precision`).
+* A checkpoint whose file is there gets a version in its name. Right after a newcomer's entry it can be there because
+  the failed rank has just written it (`_versions`).
 * It saves through a buffer in memory, which may be large: that is left out on a newcomer's way (`_saving`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import os
+import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,7 +27,8 @@ from tpwrap.adapters.places import Places
 
 def apply(places: Places, module: ModuleType) -> None:
     part = module.__name__.rpartition(".")[2]
-    {"strategy": _redirect, "precision": _precision, "cloud_io": _saving}[part](places, module)
+    parts = {"strategy": _redirect, "precision": _precision, "cloud_io": _saving, "model_checkpoint": _versions}
+    parts[part](places, module)
 
 
 def _redirect(places: Places, module: Any) -> None:
@@ -101,3 +108,33 @@ def _precision(places: Places, module: Any) -> None:
 
 def _saving(places: Places, module: Any) -> None:
     places.skipped_everywhere(module, "_atomic_save")
+
+
+def _versions(places: Places, module: Any) -> None:
+    checkpoint = module.ModelCheckpoint
+    make, exists = checkpoint.__init__, checkpoint.file_exists
+    begun: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        begun[self] = places.cross(time.time) if places.boundary.outside else time.time()
+
+    @functools.wraps(exists)
+    def file_exists(self: Any, filepath: Any, trainer: Any) -> Any:
+        if places.redoing and os.path.exists(filepath) and os.stat(filepath).st_mtime >= begun.get(self, math.inf):
+            files, self._fs = self._fs, _Nothing()
+            try:
+                return exists(self, filepath, trainer)
+            finally:
+                self._fs = files
+        return exists(self, filepath, trainer)
+
+    checkpoint.__init__, checkpoint.file_exists = init, file_exists
+
+
+class _Nothing:
+    """A file system without files."""
+
+    def exists(self, path: Any) -> bool:
+        return False

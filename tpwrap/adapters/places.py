@@ -42,6 +42,7 @@ class _Script(Protocol):
     boundary: Any
     regions: Any
     passes: Any
+    outputs: Any
 
 
 class Places:
@@ -59,6 +60,11 @@ class Places:
     def skipping(self) -> bool:
         """Whether the caller is a newcomer's script on its way to its entry."""
         return self.boundary.mode.name == "FORWARD" and self.boundary.outside
+
+    @property
+    def redoing(self) -> bool:
+        """Whether the caller may be doing again what the failed rank has done after the entry."""
+        return bool(self.script.outputs._redoing)
 
     def cross(self, compute: Callable[[], Any]) -> Any:
         """The value of `compute()`, recorded; on a newcomer's way the recorded one. It must be plain data."""
