@@ -201,7 +201,7 @@ def _plain(value: Any, directory: str) -> Any:
     if hasattr(value, "tobytes"):
         return (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, str):
-        return value.replace(directory, "")
+        return value.replace(f"{directory}/", "")
     if isinstance(value, (bytes, int, float, bool, type(None))):
         return value
     return f"{type(value).__module__}.{type(value).__qualname__}"
