@@ -23,7 +23,7 @@ def test_no_example_knows_of_tpwrap() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLE.values(), ids=list(EXAMPLE))
 def test_four_kills(example: Example, tmp_path: Path, oracle: Oracle) -> None:
-    pytest.importorskip(example.needs, reason=f"{example.needs} is not installed (pip install tpwrap[frameworks])")
+    pytest.importorskip(example.needs, reason=f"{example.needs} is not installed (examples/frameworks/README.md)")
     run = under_tpwrap(tmp_path, example, example.kills)
     assert run.code == 0, run.output[-6000:]
     assert len(run.of(events.FaultInjected)) == len(example.kills), run.output[-3000:]

@@ -41,7 +41,7 @@ BEGUN = {
 @pytest.mark.parametrize("name", list(EXAMPLE))
 def test_a_node_dies(name: str, bed: Bed, oracle: Callable[[Example], Path]) -> None:
     short = EXAMPLE[name]
-    pytest.importorskip(short.needs, reason=f"{short.needs} is not installed (pip install tpwrap[frameworks])")
+    pytest.importorskip(short.needs, reason=f"{short.needs} is not installed (examples/frameworks/README.md)")
     example = replace(short, name=f"{name}-longer", arguments=(*short.arguments, *LONGER[name]))
     expected = left(oracle(example))
     results = bed.share / "results"
