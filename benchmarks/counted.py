@@ -1,10 +1,12 @@
 """The script behind `benchmarks.instructions`: a fixed number of training steps, or of all-reduces, that are counted.
 
-Run under callgrind with `--instr-atstart=no`: the script has it count from a warm state on, and stop at the end.
+Run under callgrind with `--instr-atstart=no`: the script has it count from a warm state on, and stop at the end. The
+third argument says whether the loop has the two lines ("two-lines") or is taken as it is ("as-is").
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,8 +14,6 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-import tpwrap
 
 WARM = 25
 """steps before the counting starts: all that the engine looks at only in the beginning is over"""
@@ -27,16 +27,20 @@ def counting(on: bool) -> None:
 
 
 def main() -> None:
-    what, steps = sys.argv[1], int(sys.argv[2])
+    what, steps, api = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1))]
     model = DDP(torch.nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-    tp = tpwrap.session(model=model, optimizer=optimizer, scheduler=scheduler)
+    numbers = range(WARM + steps)
+    if api == "two-lines":
+        # Not an import statement: a script that has one is not taken as it is.
+        tp = importlib.import_module("tpwrap").session(model=model, optimizer=optimizer, scheduler=scheduler)
+        numbers = tp.batches(numbers)
     inputs, value = torch.randn(8, 32), torch.ones(1)
-    for number in tp.batches(range(WARM + steps)):
+    for number in numbers:
         if number == WARM:
             counting(True)
         optimizer.zero_grad()

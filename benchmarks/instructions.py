@@ -26,11 +26,11 @@ from benchmarks.running import HERE, environment
 _TOTAL = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
 
-def count(launcher: list[str], what: str, steps: int, directory: Path) -> int:
+def count(launcher: list[str], what: str, steps: int, api: str, directory: Path) -> int:
     """Instructions in `steps` steps. Raises subprocess.CalledProcessError when the run fails."""
     directory.mkdir(parents=True)
     callgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={directory}/callgrind.%p"]
-    command = [*launcher, *callgrind, sys.executable, str(HERE / "counted.py"), what, str(steps)]
+    command = [*launcher, *callgrind, sys.executable, str(HERE / "counted.py"), what, str(steps), api]
     with (directory / "output.txt").open("wb") as log:
         subprocess.run(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(), check=True,
@@ -48,24 +48,25 @@ def main() -> None:
         raise SystemExit("valgrind is not installed. On Debian or Ubuntu: sudo apt-get install valgrind")
     console = Console()
     counts: dict[tuple[str, str], float] = {}
+    tpwrap, torchrun = "tpwrap, two lines", "torchrun"
+    as_is = "tpwrap, as it is"
     with tempfile.TemporaryDirectory() as scratch:
         root = (args.keep or Path(scratch)).resolve()
-        launchers = {
-            "tpwrap": [sys.executable, "-m", "tpwrap", "--nodes", "1", "--failure-timeout", "300", "--quiet"],
-            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"],
-        }
-        launchers["tpwrap"] += ["--run-dir", str(root / "run")]
-        launchers["torchrun"] += ["--no-python"]
-        for name, launcher in launchers.items():
+        ours = [sys.executable, "-m", "tpwrap", "--nodes", "1", "--failure-timeout", "300", "--quiet"]
+        ours += ["--run-dir", str(root / "run")]
+        theirs = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
+        for name, launcher, api in ((tpwrap, ours, "two-lines"), (as_is, ours, "as-is"), (torchrun, theirs, "as-is")):
             for what in ("steps", "calls"):
                 with console.status(f"counting {what} under {name}"):
                     shutil.rmtree(root / "run", ignore_errors=True)
-                    counts[name, what] = count(launcher, what, args.steps, root / f"{name}-{what}") / args.steps
+                    directory = root / f"{name.replace(', ', '-').replace(' ', '-')}-{what}"
+                    counts[name, what] = count(launcher, what, args.steps, api, directory) / args.steps
             counts[name, "calls"] = (counts[name, "calls"] - counts[name, "steps"]) / CALLS
-    table = Table("instructions", "tpwrap", "torchrun", "difference")
+    table = Table("instructions", torchrun, f"{tpwrap}: more", f"{as_is}: more")
     for what, label in (("steps", "a step of a small DDP model"), ("calls", "an all-reduce of 4 bytes")):
-        ours, theirs = counts["tpwrap", what], counts["torchrun", what]
-        table.add_row(label, f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours - theirs:,.0f}")
+        base = counts[torchrun, what]
+        more = (f"{counts[name, what] - base:,.0f}" for name in (tpwrap, as_is))
+        table.add_row(label, f"{base:,.0f}", *more)
     console.print(table)
 
 

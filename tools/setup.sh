@@ -51,7 +51,7 @@ if [ ! -e "$packages_stamp" ]; then
     [ -z "${TORCH_INDEX-}" ] || index=(--extra-index-url "$TORCH_INDEX")
     pip install -q "$torch" "${index[@]}"
     pip install -q 'setuptools>=77' wheel ninja numpy
-    TPWRAP_NATIVE=0 pip install -q --no-build-isolation -e '.[dev]'
+    TPWRAP_NATIVE=0 pip install -q --no-build-isolation -e '.[dev,frameworks]'
     rm -f $venv/.packages-*
     touch "$packages_stamp"
 fi

@@ -162,6 +162,8 @@ def _run_script(runtime: Any, argv: list[str]) -> int:
         _report(runtime, _headline(error), _of_the_script(error), 1)
         return 1
     sys.stdout.flush()
+    if runtime.script is not None:
+        runtime.script.ended()
     runtime.finish(runtime.step)
     return 0
 
@@ -235,6 +237,8 @@ def enter() -> None:
     def at_end() -> None:
         if outcome["code"] == 0:
             sys.stdout.flush()
+            if runtime.script is not None:
+                runtime.script.ended()
             runtime.finish(runtime.step)
         elif not outcome["reported"]:
             _report(runtime, outcome["words"], "", outcome["code"])

@@ -7,6 +7,7 @@ script has made the same in the newcomer.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -21,6 +22,11 @@ class StateError(RuntimeError):
 
 Refused: TypeAlias = dict[str, str]
 """what cannot be moved: its name, and its type"""
+
+
+def _interned(key: Any) -> Any:
+    """pickle writes equal keys once only if they are the same object."""
+    return sys.intern(key) if isinstance(key, str) else key
 
 
 def optimized(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -93,7 +99,7 @@ def restore_optimizer(name: str, optimizer: torch.optim.Optimizer, scalars: dict
         for key in [k for k, v in own.items() if not isinstance(v, torch.Tensor) and k not in values]:
             del own[key]
         if values:
-            optimizer.state[parameter].update({k: _moved(v, parameter.device) for k, v in values.items()})
+            optimizer.state[parameter].update({_interned(k): _moved(v, parameter.device) for k, v in values.items()})
     for key in _shared(optimizer.state):
         del optimizer.state[key]
     optimizer.state.update(scalars["shared"])

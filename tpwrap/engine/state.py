@@ -9,6 +9,7 @@ to rank. Gradients are neither: after an update they are used up, unless the scr
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -154,7 +155,7 @@ class ReplicaState:
                 made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
             else:
                 made = torch.empty(shape, dtype=kind, device=device)
-            state[parameter][key] = made
+            state[parameter][sys.intern(key)] = made  # pickle writes equal keys once only if they are the same object
         for name in mine.keys() - wanted:
             place, _, key = name.rpartition("/")
             if place not in parameters:

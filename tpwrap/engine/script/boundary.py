@@ -62,10 +62,10 @@ class Boundary:
         """told in Mode.WINDOW of tensors that a collective has made equal on all ranks"""
         self.observer: Callable[[str, str, tuple[Any, ...]], None] | None = None
         """told in Mode.LIVE of each value that comes out: kind, where, subjects"""
-        self.too_large: dict[int, int] = {}
-        """lines whose values were not recorded: bytes"""
-        self.unmovable: dict[int, str] = {}
-        """lines whose values cannot be recorded: why"""
+        self.too_large: dict[str, int] = {}
+        """places whose values were not recorded: bytes"""
+        self.unmovable: dict[str, str] = {}
+        """places whose values cannot be recorded: why"""
         self.outside_seconds = 0.0
         """that the script's own code took between regions: about what a newcomer's way takes"""
         self._left = _clock()
@@ -119,7 +119,7 @@ class Boundary:
     def _record(self, kind: str, line: int, value: Any) -> None:
         size = getattr(value, "nbytes", 0)
         if size > LARGEST:
-            self.too_large[line] = size
+            self.too_large[where(sys._getframe(2)) or f"line {line}"] = size
             reason = f"takes {size} bytes out of a tensor, which is too much to be recorded"
             self.tape.record(kind, line, _Raised.left_out(reason))
             return
@@ -127,7 +127,7 @@ class Boundary:
             with self.aside():  # to copy a tensor is to read it
                 self.tape.record(kind, line, value)
         except TypeError as error:
-            self.unmovable[line] = str(error)
+            self.unmovable[where(sys._getframe(2)) or f"line {line}"] = str(error)
             self.tape.record(kind, line, _Raised.left_out(f"gets what cannot be moved: {error}"))
 
     def _answer(self, kind: str, line: int, compute: Callable[[], Any], subjects: tuple[Any, ...]) -> Any:

@@ -96,6 +96,8 @@ class Outputs:
         run_dir: str | None = None,
     ) -> None:
         self._cross_with = cross
+        self.on_read: Callable[[str], None] | None = None
+        """told of each file that is about to be opened for reading; may raise OSError"""
         self._aside = aside
         self._left_alone = [*_NOT_OUTPUT, *([_abspath(run_dir)] if run_dir else [])]
         self._state = _OFF
@@ -231,6 +233,8 @@ class Outputs:
         ) -> Any:
             if opener is None and isinstance(mode, str) and not isinstance(file, int):
                 options = {"buffering": buffering, "encoding": encoding, "errors": errors, "newline": newline}
+                if self.on_read is not None and not set(mode) & set("wax+"):
+                    self._reads(file)
                 if self._is(_MUTED):
                     return self._open_muted(file, mode, options)
                 if set(mode) & set("wax+") and self._is(_LIVE):
@@ -238,6 +242,12 @@ class Outputs:
             return _open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
         return open
+
+    def _reads(self, file: Any) -> None:
+        if self.on_read is not None and (self._is(_MUTED) or self._is(_LIVE)):
+            path = self._path(file)
+            if path is not None and path not in self._files:
+                self.on_read(path)
 
     def _open_muted(self, file: Any, mode: str, options: dict[str, Any]) -> Any:
         path = self._path(file)

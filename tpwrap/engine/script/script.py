@@ -36,6 +36,7 @@ from tpwrap.engine.script.outputs import Outputs
 from tpwrap.engine.script.passes import Passes
 from tpwrap.engine.script.patches import Patches
 from tpwrap.engine.script.provenance import Origin, Provenance
+from tpwrap.engine.script.readings import Readings
 from tpwrap.engine.script.regions import Regions
 from tpwrap.engine.script.slow import Slow
 from tpwrap.engine.script.tape import Diverged, Entry, Tape
@@ -135,6 +136,8 @@ class Script:
         if not runtime.live:
             self.boundary.mode = Mode.FORWARD
         self.outputs = Outputs(self._ask_of_output, self.boundary.aside, os.environ.get("TORCHPASS_RUN_DIR"))
+        self.readings = Readings(self.boundary, self._give_up)
+        self.outputs.on_read = self.readings.opening
         again = runtime.live and runtime.entry is not None
         self.outputs.install(live=runtime.live and not trace.rehearsing(), again=again)
         if again:
@@ -233,6 +236,7 @@ class Script:
         self.tape.load(segments, memory.tape)
         self._runtime.publisher.adopt_segments(segments)
         self.boundary.load_draws()
+        self.readings.load([value for kind, value in self.tape.asides if kind == "file"])
         self.boundary.mode = Mode.FORWARD
 
     def blob(self, plan: Plan) -> bytes:
@@ -591,12 +595,12 @@ class Script:
                 if reason
             ]
             others += [
-                Finding("unprotected", f"size {line}", f"line {line} takes {lint.size(size)} out of a tensor", "", fix)
-                for line, size in self.boundary.too_large.items()
+                Finding("unprotected", f"size {at}", f"{lint.size(size)} are taken out of a tensor", at, fix)
+                for at, size in self.boundary.too_large.items()
             ]
             others += [
-                Finding("unprotected", f"unmovable {line}", f"line {line} gets what cannot be moved: {why}", "", fix)
-                for line, why in self.boundary.unmovable.items()
+                Finding("unprotected", f"unmovable {at}", f"what cannot be moved is read: {why}", at, fix)
+                for at, why in self.boundary.unmovable.items()
             ]
             found = facts.gather(
                 step=self._applied,
@@ -759,6 +763,14 @@ class Script:
             runtime.unprotected = reason
             runtime.journal.set_budget(0)
             runtime.send(Notice("warning", f"not protected: {reason}"))
+
+    def ended(self) -> None:
+        """The script has ended. A newcomer whose script ends on its way has gone another way than the failed rank."""
+        if self._memory is not None and not self._runtime.live:
+            self._give_up(
+                f"it ended after update {self._applied}, but the failed rank was at update {self._target}: "
+                "it went another way, perhaps because of a file that has changed since"
+            )
 
     def _give_up(self, reason: str) -> NoReturn:
         script = sys.argv[0] if sys.argv else "the script"

@@ -128,11 +128,13 @@ def _kept(value: Any) -> Any:
     if type(value) in _UNCHANGEABLE:
         return value
     data = encoding.encode(value)
-    if len(data) > LARGEST:
+    if len(data) > LARGEST + _AROUND:
         raise TypeError(f"it takes {len(data)} bytes")
     return encoding.decode(data)
 
 
+_AROUND = 256
+"""bytes that an encoding adds to a value's own"""
 _UNCHANGEABLE = frozenset({type(None), bool, int, float, str, bytes})
 KINDS = {
     "v": "a tensor's value",
