@@ -9,6 +9,7 @@ last checkpoint, as a script must that torchrun restarts.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import time
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import tpwrap
 from benchmarks.model import batches, network
 
 KILLED = 1
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--checkpoint-every", type=int, default=0, help="0: never")
     parser.add_argument("--kill-step", type=int, default=-1)
+    parser.add_argument("--as-is", action="store_true", help="without the two lines")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -53,31 +54,36 @@ def main() -> None:
     if args.kill_step >= 0 and rank == KILLED and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
 
         def die(_: torch.Tensor) -> None:
-            if done + tp.step == args.kill_step:
+            if step == args.kill_step:
                 (args.out / "killed.txt").write_text(repr(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
 
         parameters = list(net.parameters())
         parameters[len(parameters) // 2].register_hook(die)
-    tp = tpwrap.session(model=model, optimizer=optimizer)
     data = batches(rank, args.width, args.batch_size)
+    numbers = [data[i % 8] for i in range(done, args.steps)]
+    step = done
+    if not args.as_is:
+        # Not an import statement: a script that has one is not taken as it is.
+        tp = importlib.import_module("tpwrap").session(model=model, optimizer=optimizer)
+        numbers = tp.batches(numbers)
     cpu = 0.0
     log = os.open(args.out / f"times{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for batch in tp.batches([data[i % 8] for i in range(done, args.steps)]):
+    for batch in numbers:
         optimizer.zero_grad()
         loss = (model(batch) - batch).pow(2).mean()
         loss.backward()
         optimizer.step()
-        step = done + tp.step
+        step = step + 1 if args.as_is else done + tp.step
         os.write(log, f"{step} {time.time()!r}\n".encode())
-        if tp.step == WARM_UP:
+        if step - done == WARM_UP:
             cpu = time.process_time()
         if args.checkpoint_every and step % args.checkpoint_every == 0 and rank == 0:
             saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, args.out / "new.pt")
             os.replace(args.out / "new.pt", checkpoint)
-    if tp.step > WARM_UP:
-        spent = 1000 * (time.process_time() - cpu) / (tp.step - WARM_UP)
+    if step - done > WARM_UP:
+        spent = 1000 * (time.process_time() - cpu) / (step - done - WARM_UP)
         (args.out / f"cpu{rank}.txt").write_text(repr(spent))
     dist.destroy_process_group()
 

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="paired runs of each (default 5; about 2 min each)")
     pairs = parser.parse_args().pairs
     console = Console()
-    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in (*SIZES, *CALLS)}
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in (*SIZES, *CALLS)}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         for pair in track(range(pairs), "paired runs", console=console):
@@ -58,13 +58,16 @@ def main() -> None:
                 measure = step_ms if name in SIZES else call_us
                 here = root / f"{pair}-{name.replace(' ', '-')}"
                 under_tpwrap(script, here / "tpwrap", arguments, [])
+                under_tpwrap(script, here / "as-is", [*arguments, "--as-is"], [])
                 under_torchrun(script, here / "torchrun", arguments)
-                rows[name].append((measure(here / "tpwrap"), measure(here / "torchrun")))
-    table = Table("", "tpwrap", "torchrun", "ratio, pair by pair", title=f"median (min–max) of {pairs} paired runs")
+                rows[name].append(tuple(measure(here / how) for how in ("tpwrap", "as-is", "torchrun")))
+    title = f"median (min–max) of {pairs} paired runs; ratios pair by pair"
+    table = Table("", "two lines", "as it is", "torchrun", "two lines / torchrun", "as it is / torchrun", title=title)
     for name, values in rows.items():
         unit = "ms/step" if name in SIZES else "µs/call"
-        ours, theirs = [a for a, _ in values], [b for _, b in values]
-        table.add_row(f"{name}, {unit}", spread(ours), spread(theirs), spread([a / b for a, b in values]))
+        columns = [spread([row[i] for row in values]) for i in range(3)]
+        ratios = [spread([row[i] / row[2] for row in values]) for i in range(2)]
+        table.add_row(f"{name}, {unit}", *columns, *ratios)
     console.print(table)
 
 
