@@ -767,6 +767,25 @@ def test_strict_ends_the_job_once_something_is_not_protected(rank: int) -> None:
     assert "\n" not in end.reason
 
 
+def test_ranks_that_train_apart_are_told_and_under_strict_end_the_job() -> None:
+    def facts(weights: str) -> m.Protection:
+        return m.Protection(lint.Facts(script="train.py", step=1, world_size=3, weights=weights))
+
+    for strict in (False, True):
+        play = Play(Job(nodes=3, strict=strict))
+        assert "unprotected" not in levels(play.say(0, facts("a")))
+        assert levels(play.say(2, facts("a"))) == []
+        last = play.say(1, facts("b"))
+        assert [e.exit_code for e in last if isinstance(e, End)] == ([2] if strict else [])
+        assert levels(last) == ["unprotected"]
+        assert play.state.ended == strict
+
+
+def levels(actions: list[Action]) -> list[str]:
+    found = emitted(actions, events.Protection)
+    return [finding.level for event in found for finding in event.findings if finding.level == "unprotected"]
+
+
 def test_ranks_know_that_the_job_is_strict() -> None:
     play = Play(Job(nodes=1, strict=True), start=False)
     play.join(0)

@@ -17,7 +17,8 @@ REASONS = {
     "large_outputs": ("`large_outputs.py:step/outputs` (2.1 MB)", "compute what you need of it before backward()"),
     "local_norm": ("local_norm.py:27", "read it before backward(), or after optimizer.step()"),
     "gradients_after_step": ("gradients_after_step.py:27", "read it before optimizer.step()"),
-    "large_numpy": ("line 29 takes 8.4 MB out of a tensor", "take less out"),
+    "large_numpy": ("8.4 MB are taken out of a tensor (large_numpy.py:29)", "take less out"),
+    "no_ddp": ("holds other weights than rank", "wrap the model in DistributedDataParallel"),
 }
 """script -> where, and what to do"""
 

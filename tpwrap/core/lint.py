@@ -131,6 +131,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """random numbers drawn between the last backward() and the end of optimizer.step()"""
     closures: tuple[Place, ...] = ()
     """calls of optimizer.step(closure)"""
+    weights: str = ""
+    """digest of what replicas should hold in common after `step` updates; "" where it was not taken"""
     others: tuple[Finding, ...] = ()
     """what other parts of the engine have to say"""
 
@@ -415,6 +417,19 @@ class Report(msgspec.Struct, frozen=True):
     rank: int
     lines: list[str]
     findings: list[Finding]
+
+
+def compared(facts: Facts, rank: int, first: tuple[int, str]) -> Facts:
+    """The facts of `rank` with what follows from those of another rank (its number and digest) at the same step."""
+    other, digest = first
+    if digest == facts.weights:
+        return facts
+    finding = Finding(
+        "unprotected", "weights differ",
+        f"after {_count(facts.step, 'update')} rank {rank} holds other weights than rank {other}", "",
+        "wrap the model in DistributedDataParallel, or average its gradients on all ranks before optimizer.step()",
+    )  # fmt: skip
+    return msgspec.structs.replace(facts, others=(*facts.others, finding))
 
 
 def news(told: Told, rank: int, facts: Facts) -> tuple[Told, list[Report]]:

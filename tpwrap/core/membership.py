@@ -348,6 +348,12 @@ def _protection(d: Draft, rank: int, facts: lint.Facts) -> None:
     view = d.state.ranks[rank]
     others = sum(node != view.place[0] for node in view.buddies)
     facts = msgspec.structs.replace(facts, buddies=others)
+    if facts.weights:
+        first = d.state.weights.get(facts.step)
+        if first is None:
+            d.set(weights={**d.state.weights, facts.step: (rank, facts.weights)})
+        else:
+            facts = lint.compared(facts, rank, first)
     told, reports = lint.news(d.state.told, rank, facts)
     d.set(told=told)
     for report in reports:

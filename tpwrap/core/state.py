@@ -324,6 +324,8 @@ class State:
     notices: frozenset[str] = frozenset()
     told: Told = field(default_factory=Told)
     """about the protection of the script"""
+    weights: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """by step: the first rank that told the digest of its weights, and the digest"""
     standstill: Standstill = Standstill(0.0)
     store_lost: bool = False
     leaving: Mapping[int, tuple[float, str]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ from tpwrap.engine.script.regions import Regions
 from tpwrap.engine.script.slow import Slow
 from tpwrap.engine.script.tape import Diverged, Entry, Tape
 from tpwrap.engine.script.walk import Known, Loose
-from tpwrap.engine.state import ReplicaState
+from tpwrap.engine.state import ReplicaState, combined
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -618,6 +618,7 @@ class Script:
                 large=tuple(Large(path, size) for path, size in self._lost.items()),
                 threads=facts.threads(self._threads),
                 closures=tuple(self._closures),
+                weights=combined(self.state.digests(), b"") if self._applied == 1 else "",
                 others=tuple(others),
             )
             protect(runtime, found)
