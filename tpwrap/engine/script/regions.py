@@ -86,6 +86,7 @@ class Regions:
             if boundary.begin is not None:  # a trial run in set-up: like set-up, it runs for real everywhere
                 return call(module, *args, **kwargs)
             self.found(module)
+            self.no_updates()
             if boundary.mode is Mode.LIVE:
                 self._script.at("forward")
                 output = call(module, *args, **kwargs)
@@ -202,7 +203,7 @@ class Regions:
                     "g", lambda: original(given, *args, **kwargs).detach().clone(), line, tuple(given)
                 )
                 value = value.to(given[0].device if given else "cpu")
-                script.is_true(value)
+                script.window.is_true(value)
                 return value
 
             return norm
@@ -244,6 +245,10 @@ class Regions:
         updated = {id(p) for optimizer in self.optimizers for _, p in optimized(optimizer)}
         return any(id(parameter) in updated for parameter in model.parameters())
 
+    def updates(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        """The parameters that an optimizer updates."""
+        return [parameter for _, parameter in optimized(optimizer)]
+
     def held(self) -> Iterator[torch.Tensor]:
         """What models and optimizers hold."""
         for model in self.models:
@@ -265,7 +270,7 @@ class Regions:
         return bool(self._row)
 
     def no_updates(self) -> None:
-        """A backward pass begins: what updates now does not follow on the updates before."""
+        """A forward or backward pass begins: what updates now does not follow on the updates before."""
         self._row.clear()
 
     def waiting(self) -> list[int]:
