@@ -144,6 +144,8 @@ class Runtime:
 
     def _after_update(self, *_: object) -> None:
         """After every update of every optimizer: does anybody protect this training?"""
+        if self.script is not None and self.steps is self.script:
+            self.script.uncounted_update()
         if self.steps is None and not self.unprotected:
             self.unprotected = (
                 "the script trains without tpwrap.session(), so there is nothing to enter a replacement at; "

@@ -255,7 +255,7 @@ def setup_collective():
 def reduced():
     import torch.distributed as dist
     told = []
-    boundary.reduced = told.append
+    boundary.reduced = lambda tensors, equal: told.append((tensors, equal))
     tensor = torch.ones(2)
     for mode in (Mode.LIVE, Mode.FORWARD, Mode.WINDOW):
         boundary.mode = mode

@@ -58,8 +58,8 @@ class Boundary:
         self.next_region: Callable[[], None] | None = None
         """called at the next region"""
         self.window: Window = lambda kind, line, compute, subjects: compute()
-        self.reduced: Callable[[tuple[Any, ...]], None] = lambda tensors: None
-        """told in Mode.WINDOW of tensors that a collective has made equal on all ranks"""
+        self.reduced: Callable[[Any, bool], None] = lambda tensors, equal: None
+        """told in Mode.WINDOW of tensors that a collective has written: equal on all ranks, or not"""
         self.observer: Callable[[str, str, tuple[Any, ...]], None] | None = None
         """told in Mode.LIVE of each value that comes out: kind, where, subjects"""
         self.too_large: dict[str, int] = {}
@@ -71,7 +71,12 @@ class Boundary:
         self._left = _clock()
         self._fail = fail
         self._thread = threading.get_ident()
+        os.register_at_fork(after_in_child=self._in_child)
         self._drawn = _Draws()
+
+    def _in_child(self) -> None:
+        """A fork (a loader's worker) is not the script."""
+        self.mode = Mode.OFF
 
     @property
     def outside(self) -> bool:
@@ -126,7 +131,7 @@ class Boundary:
         try:
             with self.aside():  # to copy a tensor is to read it
                 self.tape.record(kind, line, value)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             self.unmovable[where(sys._getframe(2)) or f"line {line}"] = str(error)
             self.tape.record(kind, line, _Raised.left_out(f"gets what cannot be moved: {error}"))
 

@@ -15,10 +15,11 @@ import pathlib
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_c10d
@@ -34,8 +35,10 @@ _FILES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (os.path, ("exists", "isfile", "isdir", "lexists", "getsize", "getmtime")),
     (os, ("listdir",)),
     (glob, ("glob",)),
-    (pathlib.Path, ("exists", "is_file", "is_dir")),
+    (pathlib.Path, ("exists", "is_file", "is_dir", "glob", "rglob", "iterdir")),
 )
+_ITERATED = ("rglob", "iterdir")
+"""they return iterators (and so does Path.glob)"""
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
            "strftime", "ctime", "asctime", "localtime", "gmtime")  # fmt: skip
 
@@ -47,6 +50,14 @@ def install(boundary: Boundary, written: Callable[[str], None]) -> None:
     _objects(boundary)
     _surroundings(boundary)
     _descriptors(boundary, written)
+
+
+def _in_memory_of(own: Any, value: np.ndarray[Any, Any]) -> Any:
+    """A recorded array in the place of a newcomer's own, which may share its memory with a tensor."""
+    if own.shape != value.shape or own.dtype != value.dtype or not own.flags.writeable:
+        return value
+    own[...] = value
+    return own
 
 
 def _is_engines(frame: FrameType) -> bool:
@@ -61,7 +72,11 @@ def _tensors(boundary: Boundary) -> None:
             caller = sys._getframe(1)
             if boundary.inside or not boundary.outside or _is_engines(caller):
                 return original(*args, **kwargs)
-            return boundary.cross("v", lambda: original(*args, **kwargs), caller.f_lineno, args)
+            value = boundary.cross("v", lambda: original(*args, **kwargs), caller.f_lineno, args)
+            if boundary.mode is not Mode.LIVE and isinstance(value, np.ndarray) and value.ndim:
+                with boundary.aside():
+                    return _in_memory_of(original(*args, **kwargs), value)
+            return value
 
         return method
 
@@ -74,24 +89,31 @@ def _tensors(boundary: Boundary) -> None:
 
 
 def _reductions(boundary: Boundary) -> None:
-    """Collectives on tensors of the script: in the window, what they leave is equal on all ranks, but not here."""
+    """Collectives on tensors of the script: in the window, what they leave in their first argument is equal on all
+    ranks, or (of the others) is lost; a newcomer's own collectives leave nothing true."""
 
-    def observed(original: Any) -> Any:
+    def observed(original: Any, equal: bool) -> Any:
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if boundary.mode is Mode.WINDOW and boundary.outside:
-                boundary.reduced((*args, *kwargs.values()))
+                boundary.reduced(args[0] if args else next(iter(kwargs.values())), equal)
             return result
 
         return collective
 
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"):
-        original = getattr(torch_c10d, name, None)
-        if original is not None:
-            wrapped = observed(original)
-            setattr(torch_c10d, name, wrapped)
-            setattr(dist, name, wrapped)
+    for equal, names in ((True, _EQUAL), (False, _UNEQUAL)):
+        for name in names:
+            original = getattr(torch_c10d, name, None)
+            if original is not None:
+                wrapped = observed(original, equal)
+                setattr(torch_c10d, name, wrapped)
+                setattr(dist, name, wrapped)
+
+
+_EQUAL = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast")
+_UNEQUAL = ("reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "all_to_all",
+            "all_to_all_single", "recv")  # fmt: skip
 
 
 def _objects(boundary: Boundary) -> None:
@@ -150,29 +172,59 @@ def _surroundings(boundary: Boundary) -> None:
     def observed(kind: str, original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if boundary.inside or not boundary.outside:
+            if not boundary.outside:
                 return original(*args, **kwargs)
-            frame: FrameType | None = sys._getframe(1)
-            if frame is None or not is_script_file(frame.f_code.co_filename):
+            frame = sys._getframe(1)
+            if frame.f_code is _Unbound.__call__.__code__ and frame.f_back is not None:
+                frame = frame.f_back
+            if not is_script_file(frame.f_code.co_filename):
                 return original(*args, **kwargs)
-            return _from_plain(
-                boundary.cross(kind, lambda: _to_plain(original(*args, **kwargs)), frame.f_lineno)
-            )
+            values: list[Any] = []
+
+            def compute() -> Any:
+                values.append(original(*args, **kwargs))
+                if isinstance(values[0], Iterator):
+                    values[0] = [*values[0]]
+                return _to_plain(values[0])
+
+            plain = boundary.cross(kind, compute, frame.f_lineno)
+            value = values[0] if values else _from_plain(plain)
+            return iter(value) if name_of(original) in _ITERATED or original is _PATH_GLOB else value
 
         return function
 
     for owner, names in _FILES:
         for name in names:
-            setattr(owner, name, observed("f", getattr(owner, name)))
+            made = observed("f", getattr(owner, name))
+            setattr(owner, name, made if owner is pathlib.Path else _Unbound(made))
     for name in _CLOCKS:
-        setattr(time, name, observed("t", getattr(time, name)))
+        setattr(time, name, _Unbound(observed("t", getattr(time, name))))
     for name in ("uuid1", "uuid4"):
         setattr(uuid, name, observed("u", getattr(uuid, name)))
-    os.urandom = observed("u", os.urandom)
+    os.urandom = _Unbound(observed("u", os.urandom))
     for kind, names in ((datetime.datetime, ("now", "utcnow", "today")), (datetime.date, ("today",))):
         for name in names:
             if name in kind.__dict__:
                 _replace_class_method(kind, name, functools.partial(observed, "t"))
+
+
+def name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", ""))
+
+
+_PATH_GLOB = pathlib.Path.glob
+
+
+class _Unbound:
+    """A function that does not become a method where a class has it as an attribute (`converter = time.gmtime`): the
+    functions made in C that these stand for do not either."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 def _replace_class_method(kind: type, name: str, observed: Callable[[Callable[..., Any]], Any]) -> None:
@@ -214,6 +266,8 @@ def _to_plain(value: Any) -> Any:
         return ("date", value.isoformat())
     if isinstance(value, uuid.UUID):
         return ("uuid", str(value))
+    if isinstance(value, list) and value and isinstance(value[0], pathlib.PurePath):
+        return ("paths", [str(path) for path in value])
     return value
 
 
@@ -228,4 +282,6 @@ def _from_plain(value: Any) -> Any:
             return datetime.date.fromisoformat(content)
         if kind == "uuid":
             return uuid.UUID(content)
+        if kind == "paths":
+            return [pathlib.Path(path) for path in content]
     return value

@@ -251,14 +251,19 @@ def _generators(loader: Any) -> list[tuple[str, Any]]:
             continue
         seen.add(id(owner))
         for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, random.SystemRandom):
+                continue
             if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
                 found.append((f"{path}.{name}", value))
+            elif name in _PARTS and isinstance(value, (list, tuple)):
+                stack += [(f"{path}.{name}[{i}]", one) for i, one in enumerate(value)]
             elif name in _PARTS and value is not None:
                 stack.append((f"{path}.{name}", value))
     return found
 
 
-_PARTS = {"dataset", "sampler", "batch_sampler", "transform", "transforms", "target_transform", "collate_fn"}
+_PARTS = {"dataset", "sampler", "batch_sampler", "transform", "transforms", "target_transform", "collate_fn",
+          "datasets"}  # fmt: skip
 
 
 def _get(generator: Any) -> Any:

@@ -73,8 +73,9 @@ class Watch:
     # --- further findings -------------------------------------------------------------------------
 
     def closure(self, where: str) -> None:
-        self._closures = [Place("", where)]
-        self.report()
+        if not self._closures:
+            self._closures = [Place("", where)]
+            self.report()
 
     def written_by_descriptor(self, where: str) -> None:
         """The script opens a file for writing by os.open, which nobody mutes in a newcomer."""
@@ -86,6 +87,10 @@ class Watch:
         fix = "call loss.backward() for it"
         self._findings[where] = Finding("unprotected", f"no backward {where}", what, where, fix)
 
+    def uncounted(self, where: str) -> None:
+        what = "an optimizer updates without optimizer.step() being called by the script"
+        self._findings[where] = Finding("unprotected", f"uncounted {where}", what, where, lint.TWO_LINES)
+
     # --- telling ----------------------------------------------------------------------------------
 
     def is_due(self) -> bool:
@@ -94,7 +99,8 @@ class Watch:
 
     def _counts(self) -> tuple[int, int, int]:
         boundary, lost = self._script.boundary, self._script.variables.lost
-        return len(self._findings), len(boundary.too_large) + len(boundary.unmovable), len(lost)
+        unseen = bool(self._script.variables.unseen)
+        return len(self._findings), len(boundary.too_large) + len(boundary.unmovable) + unseen, len(lost)
 
     def report(self) -> None:
         """Tell all that is known. Under --strict, what is not protected ends the job here, before a further update."""
@@ -138,6 +144,9 @@ class Watch:
             for reason in (script.passes.indescribable, script.regions.indescribable)
             if reason
         ]
+        if script.variables.unseen:
+            what = f"the script's variables are too many to be looked at, from `{script.variables.unseen}` on"
+            others.append(Finding("unprotected", "variables", what, "", f"keep less in variables, or {lint.TWO_LINES}"))
         fix = f"take less out, or {lint.TWO_LINES}"
         others += [
             Finding("unprotected", f"size {at}", f"{lint.size(size)} are taken out of a tensor", at, fix)

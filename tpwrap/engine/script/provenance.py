@@ -9,7 +9,7 @@ are equal on all ranks, so any survivor has read the same value; what the newcom
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Provenance(TorchFunctionMode):
     """Follows tensors through torch's functions while it is active.
 
     synchronized: of the `replicated` parameters those whose gradients are equal on all ranks, too; other gradients are
-    lost. default: of tensors that nobody has marked.
+    lost. skip: whether to pass over what is called now. default: of tensors that nobody has marked.
     """
 
     def __init__(
@@ -38,9 +38,11 @@ class Provenance(TorchFunctionMode):
         replicated: Sequence[torch.Tensor],
         synchronized: Iterable[torch.Tensor],
         default: Origin = Origin.LOST,
+        skip: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._default = default
+        self._skip = skip
         self._idle = False
         self._origins: dict[int, Origin] = {}
         self._kept: list[Any] = []  # the memory behind a number must not be given to others
@@ -88,7 +90,7 @@ class Provenance(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._idle:
+        if self._idle or self._skip():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         origin = self.origin(args, kwargs)

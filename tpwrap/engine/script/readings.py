@@ -52,7 +52,7 @@ class Readings:
         now = _outcome(path)
         if known[0][0] and now != known[0] and (len(known) == 1 or now not in known[1:]):
             raise OSError(known[0][0], os.strerror(known[0][0]), path)
-        if now not in known:
+        if now not in known or sum(not outcome[0] for outcome in known) > 1:
             self._fail(f"{path}, which the failed rank has read, was changed since")
 
     def _record(self, path: str) -> None:

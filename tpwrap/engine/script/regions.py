@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import sys
 import types
 import weakref
@@ -18,9 +19,14 @@ from tpwrap.engine.scalars import optimized
 from tpwrap.engine.script import shapes
 from tpwrap.engine.script.boundary import Boundary, Mode
 from tpwrap.engine.script.patches import Patches
+from tpwrap.engine.script.slow import some
 
 if TYPE_CHECKING:
     from tpwrap.engine.script.script import Script
+
+
+_SAMPLED = 4
+"""tensors of weights that are looked at in every commit"""
 
 
 class Regions:
@@ -64,7 +70,7 @@ class Regions:
         original: Callable[..., Any] = torch.nn.Module.__call__
         boundary = self._boundary
 
-        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def __call__(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             if boundary.inside or not boundary.outside or not self._trains(module):
                 return original(module, *args, **kwargs)
             return self._forward(module, original, args, kwargs)
@@ -194,13 +200,14 @@ class Regions:
 
         def observed(original: Any) -> Any:
             @functools.wraps(original)
-            def norm(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-                if boundary.inside or not boundary.outside or boundary.mode is Mode.OFF:
-                    return original(parameters, *args, **kwargs)
+            def norm(*args: Any, **kwargs: Any) -> Any:
+                if not boundary.outside or not args:
+                    return original(*args, **kwargs)
+                parameters, rest = args[0], args[1:]
                 given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
                 line = sys._getframe(1).f_lineno
                 value: torch.Tensor = boundary.cross(
-                    "g", lambda: original(given, *args, **kwargs).detach().clone(), line, tuple(given)
+                    "g", lambda: original(given, *rest, **kwargs).detach().clone(), line, tuple(given)
                 )
                 value = value.to(given[0].device if given else "cpu")
                 script.window.is_true(value)
@@ -244,6 +251,15 @@ class Regions:
         """Whether an optimizer updates any of its parameters."""
         updated = {id(p) for optimizer in self.optimizers for _, p in optimized(optimizer)}
         return any(id(parameter) in updated for parameter in model.parameters())
+
+    def sample(self) -> list[torch.Tensor]:
+        """A few elements of the largest weights that are trained."""
+        parameters = (p for optimizer in self.optimizers for p in self.updates(optimizer))
+        return [some(p) for p in heapq.nlargest(_SAMPLED, parameters, key=lambda p: p.numel())]
+
+    def forget(self) -> None:
+        """A newcomer is live: what stood for gradients on its way is needed no more."""
+        self._zeros = {}
 
     def updates(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """The parameters that an optimizer updates."""

@@ -34,6 +34,7 @@ from tpwrap.engine.script.patches import Patches
 from tpwrap.engine.script.protection import WATCHED, Watch
 from tpwrap.engine.script.readings import Readings
 from tpwrap.engine.script.regions import Regions
+from tpwrap.engine.script.slow import Moved
 from tpwrap.engine.script.tape import Diverged, Tape
 from tpwrap.engine.script.variables import Variables
 from tpwrap.engine.script.window import Window
@@ -70,6 +71,7 @@ class Script:
         self.scalars: dict[int, bytes] = {}
         """encoded scalars as of the newest two updates"""
         self.in_scaler = False
+        self._updating = False
         self.tape = Tape()
         self.boundary = Boundary(self.tape, self._give_up)
         self.runtime = runtime
@@ -88,6 +90,8 @@ class Script:
         """in this step"""
         self._extent: dict[int, _Extent] = {}
         """by step, at the end of that update"""
+        self._samples: dict[int, list[torch.Tensor]] = {}
+        """by step: a few elements of the weights"""
         self._graded: frozenset[int] = frozenset()
         """a newcomer's optimizers whose gradients came from replicas"""
         self._entry_backwards = -1
@@ -143,6 +147,9 @@ class Script:
     def state_at(self, step: int) -> ReplicaState:
         """What replicas hold at the end of update `step`, of what the script had made by then. Raises Moved."""
         extent = self._extent.get(step) or self._extent_now()
+        sample = self._samples.get(step)
+        if sample is not None and not all(map(torch.equal, sample, self.regions.sample())):
+            raise Moved("the weights were changed after the update by something else than an optimizer")
         return self._state(extent, self.variables.slow.at(step, extent.slow))
 
     @property
@@ -350,7 +357,7 @@ class Script:
             self.at("optimizer")
             before = randomness.capture() if number < _LATE_CHECKS else None
             with runtime.gate:
-                result = update(*args, **kwargs)
+                result = self._update(lambda: update(*args, **kwargs))
                 self.regions.updated(index)
                 self._commit()
             if before is not None and before != randomness.capture():
@@ -365,6 +372,20 @@ class Script:
             if not nested:
                 boundary.leave()
 
+    def _update(self, update: Callable[[], Any]) -> Any:
+        """Run it. What it calls in turn (an optimizer inside an optimizer) is a part of it, also in a scaler's step."""
+        in_scaler, self.in_scaler, self._updating = self.in_scaler, False, True
+        try:
+            return update()
+        finally:
+            self.in_scaler, self._updating = in_scaler, False
+
+    def uncounted_update(self) -> None:
+        """An optimizer has updated: in a step that we count?"""
+        if not self._updating and self._begun and self.boundary.mode is Mode.LIVE:
+            self.watch.uncounted(where(sys._getframe()))
+            self._unprotect("an optimizer updates without optimizer.step() being called by the script")
+
     def _commit(self) -> None:
         """The update is applied. Runs inside the commit gate."""
         step = self._applied = self._applied + 1
@@ -372,7 +393,9 @@ class Script:
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 3, None)
         self._extent[step] = self._extent_now()
-        self._extent.pop(step - 3, None)
+        self._samples[step] = self.regions.sample()
+        for kept in (self._extent, self._samples):
+            kept.pop(step - 3, None)
         self.window.keep(step, self.tape.answers())
         if self._trace is not None:
             values = trace.variables(sys._getframe())
@@ -397,7 +420,7 @@ class Script:
             # The script may hold the optimizer's state (in a checkpoint it has put together): so it must be there, and
             # the very tensors that get the replicas' values.
             self._made_state[id(optimizer)] = graded
-            update()
+            self._update(update)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for the scheduler's order check
         self.regions.updated(self.regions.optimizers.index(optimizer))
         step = self._applied + 1
@@ -425,6 +448,8 @@ class Script:
             randomness.restore(memory.random)
             self.boundary.settle_draws()
         self._memory = None
+        self.tape.forget()
+        self.regions.forget()
         self._entry = step
         self.boundary.mode = Mode.LIVE
         muted: dict[str, int] = {}
@@ -439,6 +464,7 @@ class Script:
         self.scalars = {step: scalars}
         self.variables.slow.commit(step)
         self._extent = {step: self._extent_now()}
+        self._samples = {step: self.regions.sample()}
         self._graded = frozenset(self._extent[step].waiting)
         self._entry_backwards = self._backwards
         self.window.keep(step, self.tape.answers())

@@ -58,7 +58,7 @@ class _Group:
         return self.tensors
 
     def _look(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return {name: _some(self.tensors[name]) for name in names}
+        return {name: some(self.tensors[name]) for name in names}
 
 
 class Slow:
@@ -66,6 +66,9 @@ class Slow:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
+        self._dropped: dict[str, tuple[_Group, int]] = {}
+        """for as long as a newcomer may ask for them: until the commit with that number"""
+        self._step = 0
 
     def hold(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Know a group; the same tensor objects as before change nothing."""
@@ -77,19 +80,28 @@ class Slow:
 
     def keep(self, names: set[str]) -> None:
         """Know no other groups any more."""
-        self._groups = {name: group for name, group in self._groups.items() if name in names}
+        for name in self._groups.keys() - names:
+            self._dropped[name] = (self._groups.pop(name), self._step + 3)
 
     def commit(self, step: int) -> None:
         """An update was applied."""
+        self._step = step
         for group in self._groups.values():
             group.commit(step)
+        self._dropped = {name: held for name, held in self._dropped.items() if held[1] > step}
 
     def names(self) -> list[str]:
         return sorted(self._groups)
 
     def at(self, step: int, names: list[str]) -> dict[str, torch.Tensor]:
         """The tensors of these groups as they were at the end of update `step`. Raises Moved."""
-        return {f"{name}:{key}": value for name in names for key, value in self._groups[name].at(step).items()}
+        found = {}
+        for name in names:
+            group = self._groups.get(name) or self._dropped.get(name, (None, 0))[0]
+            if group is None:
+                raise Moved(f"{name} is not there any more")
+            found.update({f"{name}:{key}": value for key, value in group.at(step).items()})
+        return found
 
     def mine(self, names: list[str]) -> dict[str, torch.Tensor]:
         """The tensors themselves, to be written into."""
@@ -100,6 +112,7 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return list(_native.digests([tensor.detach() for tensor in tensors.values()]))
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
+def some(tensor: torch.Tensor) -> torch.Tensor:
+    """A few elements, as they are now."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _ELEMENTS)].clone()

@@ -113,6 +113,10 @@ class Tape:
         self.count += 1
         return value
 
+    def forget(self) -> None:
+        """All was answered."""
+        self._play, self.asides = [], []
+
     def answered(self, kind: str, line: int, value: Any) -> None:
         """An entry that was answered without the record, after its end: it belongs to the record from now on."""
         self.pending.append((kind, line, _kept(value)))

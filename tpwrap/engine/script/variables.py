@@ -26,6 +26,8 @@ class Variables:
         self.slow = Slow()
         self.lost: dict[str, int] = {}
         """paths of tensors, as of the last publication, that a newcomer would lack: bytes"""
+        self.unseen = ""
+        """the path from which on the script's state is too large to be looked at, if so"""
         self._boundary = boundary
         self._regions = regions
         self._passes = passes
@@ -39,7 +41,9 @@ class Variables:
         if self._looked != self._passes.count:
             self._looked = self._passes.count
             walk.find_generators()
-        return walk.loose(walk.user_frames(sys._getframe()), self.known())
+        found = walk.loose(walk.user_frames(sys._getframe()), self.known())
+        self.unseen = self.unseen or found.truncated or ""
+        return found
 
     def known(self) -> Known:
         """What is restored as a model's or an optimizer's."""
@@ -82,6 +86,8 @@ class Variables:
         if missing:
             self._boundary.fail(f"{missing[0].removesuffix(' (missing)')} is not there in both")
         here = walk.loose(frames, known)
+        if here.truncated:
+            self._boundary.fail(f"the script's variables are too many to be looked at, from {here.truncated} on")
         for path in memory.slow:
             if path not in here.tensors:
                 self._boundary.fail(f"{path} is not there")

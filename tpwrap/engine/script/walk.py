@@ -38,6 +38,8 @@ _ALIASED = 4096
 """bytes; only such tensors are looked up by the memory that they lie in"""
 
 Scalar = int | float | bool | str | None
+_LONGEST_TEXT = 1024
+"""characters; longer texts (a corpus) are not sent with every step"""
 _SCALARS = frozenset({int, float, bool, str, type(None)})
 
 
@@ -557,7 +559,7 @@ class _Walk:
             cls = type(value)
             kind = kinds.get(cls) or _kind(cls)
             if kind is _ATOM:
-                if scalars and cls in _SCALARS:
+                if scalars and cls in _SCALARS and (cls is not str or len(value) <= _LONGEST_TEXT):
                     place = _Place(owner, by, key)
                     path = prefix + place.text()
                     self.found.scalars[path] = value

@@ -54,7 +54,8 @@ class Window:
 
     def open(self, own: Iterable[torch.Tensor]) -> None:
         """After a backward pass. own: tensors whose values are true."""
-        self._start(Provenance([*own, *self._regions.scales()], self._replicated(), ddp.synchronized()))
+        known = [*own, *self._regions.scales()]
+        self._start(Provenance(known, self._replicated(), ddp.synchronized(), skip=self._skip))
 
     def open_for(self, memory: Memory, target: int, own: Iterable[torch.Tensor]) -> None:
         """A newcomer's, which is to enter after update `target`."""
@@ -63,7 +64,11 @@ class Window:
 
     def open_tail(self) -> None:
         """After an update: all is known but the gradients, which are used up."""
-        self._start(Provenance([], self._replicated(), (), default=Origin.OWN))
+        self._start(Provenance([], self._replicated(), (), Origin.OWN, self._skip))
+
+    def _skip(self) -> bool:
+        """What happens in a region is not followed."""
+        return self._boundary.inside > 0
 
     def close(self) -> None:
         """Follow no more."""
@@ -92,12 +97,13 @@ class Window:
         if self.provenance is not None:
             self.provenance.mark(tensor, Origin.OWN)
 
-    def _reduced(self, tensors: tuple[Any, ...]) -> None:
+    def _reduced(self, tensors: Any, equal: bool) -> None:
         if self.provenance is not None:
-            for one in tensors:
-                for tensor in one if isinstance(one, (list, tuple)) else [one]:
-                    if isinstance(tensor, torch.Tensor):
-                        self.provenance.reduced(tensor)
+            for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+                if isinstance(tensor, torch.Tensor) and equal:
+                    self.provenance.reduced(tensor)
+                elif isinstance(tensor, torch.Tensor):
+                    self.provenance.mark(tensor, Origin.LOST)
 
     # --- what a survivor has read -----------------------------------------------------------------
 
