@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tpwrap.engine.script.script import Script
 
 
+Sample = tuple[torch.nn.Parameter, torch.Tensor]
+"""a weight, and a few of its elements at one moment"""
 _SAMPLED = 4
 """tensors of weights that are looked at in every commit"""
 
@@ -252,10 +254,10 @@ class Regions:
         updated = {id(p) for optimizer in self.optimizers for _, p in optimized(optimizer)}
         return any(id(parameter) in updated for parameter in model.parameters())
 
-    def sample(self) -> list[torch.Tensor]:
+    def sample(self) -> list[Sample]:
         """A few elements of the largest weights that are trained."""
         parameters = (p for optimizer in self.optimizers for p in self.updates(optimizer))
-        return [some(p) for p in heapq.nlargest(_SAMPLED, parameters, key=lambda p: p.numel())]
+        return [(p, some(p)) for p in heapq.nlargest(_SAMPLED, parameters, key=lambda p: p.numel())]
 
     def forget(self) -> None:
         """A newcomer is live: what stood for gradients on its way is needed no more."""

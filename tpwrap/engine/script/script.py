@@ -33,8 +33,8 @@ from tpwrap.engine.script.passes import Passes
 from tpwrap.engine.script.patches import Patches
 from tpwrap.engine.script.protection import WATCHED, Watch
 from tpwrap.engine.script.readings import Readings
-from tpwrap.engine.script.regions import Regions
-from tpwrap.engine.script.slow import Moved
+from tpwrap.engine.script.regions import Regions, Sample
+from tpwrap.engine.script.slow import Moved, some
 from tpwrap.engine.script.tape import Diverged, Tape
 from tpwrap.engine.script.variables import Variables
 from tpwrap.engine.script.window import Window
@@ -90,7 +90,7 @@ class Script:
         """in this step"""
         self._extent: dict[int, _Extent] = {}
         """by step, at the end of that update"""
-        self._samples: dict[int, list[torch.Tensor]] = {}
+        self._samples: dict[int, list[Sample]] = {}
         """by step: a few elements of the weights"""
         self._graded: frozenset[int] = frozenset()
         """a newcomer's optimizers whose gradients came from replicas"""
@@ -147,8 +147,7 @@ class Script:
     def state_at(self, step: int) -> ReplicaState:
         """What replicas hold at the end of update `step`, of what the script had made by then. Raises Moved."""
         extent = self._extent.get(step) or self._extent_now()
-        sample = self._samples.get(step)
-        if sample is not None and not all(map(torch.equal, sample, self.regions.sample())):
+        if not all(torch.equal(elements, some(weight)) for weight, elements in self._samples.get(step, [])):
             raise Moved("the weights were changed after the update by something else than an optimizer")
         return self._state(extent, self.variables.slow.at(step, extent.slow))
 
