@@ -113,7 +113,7 @@ def test_the_two_line_apis_state_has_the_names_that_it_had() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     learn(model, optimizer, 1)
     alone = ReplicaState(model, optimizer, None)
-    keys = ("exp_avg", "exp_avg_sq", "step")
+    keys = ("step", "exp_avg", "exp_avg_sq")  # as the optimizer has made them
     of_optimizer = [f"optimizer/0.{place}/{key}" for place in (0, 1) for key in keys]
     assert list(alone.tensors()) == ["model/weight", "model/bias", *of_optimizer]
     same = ReplicaState.of({"model": model}, {"optimizer": optimizer}, {})

@@ -202,10 +202,10 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script], Left]
 
     def get(script: Script) -> Left:
         root.mkdir(exist_ok=True)
-        directory = root / script.name
-        with (root / f"{script.name}.lock").open("w") as lock:
+        directory = root / script.name.replace("/", "-")
+        with (root / f"{directory.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            done = root / f"{script.name}.done"
+            done = root / f"{directory.name}.done"
             if not done.exists():
                 alone(directory, script)
                 done.touch()

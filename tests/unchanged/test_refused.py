@@ -21,6 +21,8 @@ REASONS = {
     "no_ddp": ("holds other weights than rank", "wrap the model in DistributedDataParallel"),
 }
 """script -> where, and what to do"""
+STEPS = {"no_ddp": 4000}
+"""updates before it ends: where only the coordinator can tell, ranks do not wait for it"""
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -32,5 +34,5 @@ def test_strict_refuses(name: str, tmp_path: Path) -> None:
     assert last.startswith("torchpass: exit code 2: --strict: ")
     for part in REASONS[name]:
         assert part in last
-    assert run.of(events.JobEnded)[0].steps <= 3
+    assert run.of(events.JobEnded)[0].steps <= STEPS.get(name, 3)
     assert not run.results.exists()  # it never came to its end

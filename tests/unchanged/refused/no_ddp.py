@@ -22,11 +22,14 @@ def main():
         model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(80 + rank)
-    for _ in range(8):
+    for step in range(4000):
         loss = model(torch.randn(16, 6)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if step % 10 == 0:
+            mean = loss.detach() / dist.get_world_size()
+            dist.all_reduce(mean)
     os.makedirs(args.output_dir, exist_ok=True)
     torch.save(model.state_dict(), f"{args.output_dir}/model{rank}.pt")
 

@@ -12,7 +12,6 @@ from tpwrap.core import lint
 from tpwrap.core.lint import Finding, Large, Place
 from tpwrap.engine.script import facts, walk
 from tpwrap.engine.script.provenance import Origin
-from tpwrap.engine.state import combined
 
 if TYPE_CHECKING:
     from tpwrap.engine.script.script import Script
@@ -124,7 +123,7 @@ class Watch:
                 large=tuple(Large(path, size) for path, size in script.variables.lost.items()),
                 threads=facts.threads(self._threads),
                 closures=tuple(self._closures),
-                weights=combined(script.state.digests(), b"") if step == 1 else "",
+                weights=script.digest_of_weights() if step == 1 else "",
                 others=tuple(self._others()),
             )
             runtime.send(Protection(found))

@@ -38,7 +38,7 @@ from tpwrap.engine.script.slow import Moved, some
 from tpwrap.engine.script.tape import Diverged, Tape
 from tpwrap.engine.script.variables import Variables
 from tpwrap.engine.script.window import Window
-from tpwrap.engine.state import ReplicaState
+from tpwrap.engine.state import ReplicaState, combined
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -156,6 +156,10 @@ class Script:
         """What this rank holds now; a newcomer's is written into."""
         extent = self._extent_now()
         return self._state(extent, self.variables.slow.mine(extent.slow))
+
+    def digest_of_weights(self) -> str:
+        """Of what is trained, and the optimizers' state: equal on all ranks that train together."""
+        return combined(self._state(self._extent_now()._replace(waiting=[]), {}).digests(), b"")
 
     def _extent_now(self) -> _Extent:
         regions = self.regions
