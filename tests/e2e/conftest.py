@@ -92,19 +92,26 @@ def tpwrap(
             cwd=REPOSITORY,
             env={**environment(), MARK: str(run_dir)},
         )
-        try:
-            if during is not None:
-                during(run_dir)
-            code = process.wait(SECONDS)
-        except BaseException:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            print(log.read_text(errors="replace")[-6000:])
-            raise
+        code = attend(process, run_dir, log, during)
     return Run(code, log.read_text(errors="replace"), results, run_dir)
+
+
+def attend(
+    process: subprocess.Popen[bytes], run_dir: Path, log: Path, during: Callable[[Path], None] | None
+) -> int:
+    """The exit code of a launcher. during: see `tpwrap`. One that hangs is ended, and its output shown."""
+    try:
+        if during is not None:
+            during(run_dir)
+        return process.wait(SECONDS)
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        print(log.read_text(errors="replace")[-6000:])
+        raise
 
 
 def environment() -> dict[str, str]:

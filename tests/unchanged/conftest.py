@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.conftest import MARK, SECONDS, Run, common_directory, environment
+from tests.e2e.conftest import MARK, SECONDS, Run, attend, common_directory, environment
 from tests.unchanged.catalogue import OUTPUT, RANKS, Script
 from tpwrap.core import events
 
@@ -79,18 +79,7 @@ def under_tpwrap(
             cwd=directory,
             env=environment() | script.environment | {MARK: str(run_dir)},
         )
-        try:
-            if during is not None:
-                during(run_dir)
-            code = process.wait(SECONDS)
-        except BaseException:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            print(log.read_text(errors="replace")[-6000:])
-            raise
+        code = attend(process, run_dir, log, during)
     return Run(code, log.read_text(errors="replace"), directory / OUTPUT, run_dir)
 
 

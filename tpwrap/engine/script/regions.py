@@ -370,7 +370,7 @@ class Regions:
                 return
             boundary.enter()
             try:
-                # In a newcomer the numbers come from a replica; what remains is to forget the step.
+                # In a newcomer, too: its scale follows from whether the updates went through, which it knows.
                 update(self, new_scale)
             finally:
                 boundary.leave()

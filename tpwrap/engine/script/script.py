@@ -84,7 +84,9 @@ class Script:
         self._begun = False
         self._applied = 0
         self._backwards = 0
+        """backward passes begun"""
         self._buffers: list[LocalBuffers] = []
+        """of each model, in the order of their first call"""
         self._losses: list[torch.Tensor] = []
         self._published = False
         """in this step"""

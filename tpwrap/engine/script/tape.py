@@ -149,7 +149,6 @@ KINDS = {
     "t": "the time",
     "u": "a random identifier",
     "s": "whether the scaler let the update through",
-    "l": "a loaded checkpoint",
     "a": "what a library found out",
     "g": "a norm of the gradients",
 }
