@@ -14,7 +14,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from tpwrap.control.messages import Plan, Ready, Release, Released, Resume, Resumed, Unprotected
+from tpwrap.control.messages import Notice, Plan, Ready, Release, Released, Resume, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.state import StateError, combined
@@ -75,7 +75,8 @@ class Recovery:
         if not runtime.journal.drain(patience):
             runtime.communicators.cut_again()
             if not runtime.journal.drain(patience):
-                print("torchpass: an operation of a given-up communicator did not end; left behind", file=sys.stderr)
+                # Not printed: the script's own lines must be those of a run without failures.
+                runtime.send(Notice("info", "an operation of a given-up communicator did not end; it is left behind"))
                 runtime.communicators.leave_behind()
         runtime.communicators.drop()
         runtime.send(Released(message.generation, runtime.settled_step, time.monotonic() - began))
