@@ -188,7 +188,7 @@ def test_a_lost_node_moves_to_the_spare(tmp_path: Path) -> None:
         assert isinstance(assign, m.Assign)
         assert assign.plan is not None
         assert (assign.rank, assign.generation, assign.incarnation, assign.faults) == (1, 1, 1, [])
-        assert (assign.plan.step, assign.plan.sources, assign.plan.newcomers) == (20, [0], [1])
+        assert (assign.plan.step, assign.plan.sources, assign.plan.newcomers) == (20, {1: [0]}, [1])
         assert assign.plan.keepers == {1: ["127.0.0.1:9000"]}
         assert assign.plan.buddies == [["127.0.0.1:9020"], ["127.0.0.1:9000"]]
         assert any(isinstance(one, m.Warm) for one in rig.nodes[2].got)

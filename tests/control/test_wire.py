@@ -73,6 +73,57 @@ def test_an_oversized_frame_is_refused_before_its_body_comes() -> None:
         wire.frame(bytes(wire.MAX_FRAME + 1))
 
 
+# --- messages ------------------------------------------------------------------------------------------
+
+PLAN = m.Plan(
+    generation=3,
+    step=20,
+    members=["h:1", "h:2", "h:3"],
+    sources={1: [0], 2: []},
+    newcomers=[1, 2],
+    buddies=[["s:1"], ["s:0"], []],
+    keepers={1: ["s:0"], 2: ["s:1"]},
+    way="redo",
+    votes=True,
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.SetupDone(0, ["numpy"]),
+        m.SetupDone(0, ["numpy"], "tp0"),
+        m.FirstUpdate(redo=True),
+        m.Released(3, 20, 0.5),
+        m.Released(3, 20, 0.5, voted=True, replay_from=19),
+    ],
+)
+def test_what_workers_say_arrives_as_it_was(message: m.WorkerMessage) -> None:
+    sent = m.FromWorker(0, "w", message)
+    assert FROM_SUPERVISOR.decode(msgspec.msgpack.encode(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Rule(votes=True),
+        m.Rule(votes=False),
+        PLAN,
+        msgspec.structs.replace(PLAN, way="replay", votes=None),
+        m.Assign(3, 1, 3, {"RANK": "1"}, "h:1", 1, [], PLAN.buddies, PLAN),
+    ],
+)
+def test_what_workers_are_told_arrives_as_it_was(message: m.CoordinatorToWorker) -> None:
+    sent = m.ToWorker("w", message)
+    assert FROM_COORDINATOR.decode(msgspec.msgpack.encode(sent)) == sent
+
+
+def test_a_plan_knows_two_ways() -> None:
+    odd = m.ToWorker("w", msgspec.structs.replace(PLAN, way="jump"))  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError):
+        FROM_COORDINATOR.decode(msgspec.msgpack.encode(odd))
+
+
 # --- signatures ----------------------------------------------------------------------------------------
 
 

@@ -342,7 +342,7 @@ class World:
 
     def restore(self, w: Worker, plan: m.Plan) -> None:
         assert w.rank is not None
-        for source in plan.sources:
+        for source in plan.sources[w.rank]:
             holders = [o for o in self.workers.values() if o.alive and o.rank == source and o.live]
             assert any(o.step == plan.step for o in holders), "a source is not at the plan's step"
         keepers = [int(address.split(":")[1]) for address in plan.keepers[w.rank]]

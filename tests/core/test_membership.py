@@ -198,7 +198,7 @@ def test_the_way_of_a_failure_in_order() -> None:
     assert all(plan == assign.plan for plan in plans.values())
     plan = assign.plan
     assert plan is not None
-    assert (plan.generation, plan.step, plan.sources, plan.newcomers) == (1, 20, [2, 3], [1])
+    assert (plan.generation, plan.step, plan.sources, plan.newcomers) == (1, 20, {1: [2, 3]}, [1])
     assert plan.members == ["state:n0s0w0", "state:n1s0w5", "state:n2s0w2", "state:n3s0w3"]
     assert plan.keepers == {1: ["side:2"]}
     assert plan.buddies == [["side:1"], ["side:2"], ["side:3"], ["side:0"]]
@@ -223,7 +223,7 @@ def test_in_set_up_newcomers_run_live_without_a_barrier() -> None:
     actions = play.release(-1)
     (assign,) = sent(actions, m.Assign).values()
     assert assign.plan is not None
-    assert (assign.plan.step, assign.plan.sources, assign.plan.keepers) == (-1, [], {1: ["side:0"]})
+    assert (assign.plan.step, assign.plan.sources, assign.plan.keepers) == (-1, {1: []}, {1: ["side:0"]})
     assert len(sent(actions, m.Resume)) == 2
     assert play.state.ranks[1].live
     play.say(0, m.Resumed(1, {}, 0))
@@ -265,7 +265,7 @@ def test_a_failure_while_restoring_starts_again_and_keeps_the_newcomer() -> None
     assert assign.rank == 1
     assert play.state.plan is not None
     assert play.state.plan.newcomers == [1, 2]
-    assert play.state.plan.sources == [0]
+    assert play.state.plan.sources == {1: [0], 2: [0]}
 
 
 def test_a_failure_while_resuming_folds_into_the_same_failover() -> None:

@@ -8,24 +8,35 @@ A failure, in messages (generation g is the new one):
 
     supervisor  -> coordinator   WorkerExited | (connection lost)
     coordinator -> survivors     Release(g)         poison old communicators, hold at the commit gate
-    survivors   -> coordinator   Released(g, step)  drained; `step` can no longer change
+    survivors   -> coordinator   Released(g, step)  drained; `step` changes only as the plan says
     coordinator -> everybody     Plan(g)            to the newcomer inside Assign
     everybody   -> coordinator   Ready(g, digest)   rebuilt, restored, probed
-    coordinator -> everybody     Resume(g)          only if all digests at the same step agree
+    coordinator -> everybody     Resume(g)          only if all digests of a shard at the same step agree
     everybody   -> coordinator   Resumed(g)
 
-A message that carries a generation older than the receiver's is dropped, never obeyed.
+Before a rank applies its first optimizer update, the coordinator tells whether the job *votes*: whether, before every
+update k, each rank waits until all ranks have finished all their operations of step k.
+
+    worker      -> coordinator   SetupDone(shard)   ranks with the same shard are replicas of each other
+    worker      -> coordinator   FirstUpdate(redo)  and waits for
+    coordinator -> workers       Rule(votes)        once all ranks have sent theirs
+
+In a job that votes, whoever has passed the vote of an update applies it, and a plan may tell the others to do so, too
+(they *roll forward*): all ranks are at the plan's step when they are ready. In one that does not, survivors may be one
+update ahead of the plan's step. A message that carries a generation older than the receiver's is dropped, never obeyed.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from tpwrap.core.lint import Facts
 
-PROTOCOL = 3
+PROTOCOL = 4
+
+Way: TypeAlias = Literal["replay", "redo"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -44,10 +55,23 @@ class WarmReady(Message, frozen=True):
 
 
 class SetupDone(Message, frozen=True):
-    """The rank reached its first step boundary; `modules` is what a warm process should import too."""
+    """The rank reached its first step boundary; `modules` is what a warm process should import too.
+
+    shard: ranks with the same one hold the same parameters; "" where every rank is a replica of every other one.
+    """
 
     generation: int
     modules: list[str]
+    shard: str = ""
+
+
+class FirstUpdate(Message, frozen=True):
+    """The rank has come to its first optimizer update and applies it once it has been told the `Rule`.
+
+    redo: it can run the body of a step once more from its start.
+    """
+
+    redo: bool
 
 
 class CommError(Message, frozen=True):
@@ -62,11 +86,16 @@ class Released(Message, frozen=True):
     """All inner communicators are aborted and drained and the commit gate is shut.
 
     step: optimizer updates applied by this rank; -1 while it has not reached its first step boundary.
+    voted: it has passed the vote of the update after `step`, or was told by a plan to roll forward over it: it will
+        apply that update whatever happens.
+    replay_from: the earliest step from whose start its log of collectives is complete; -1: from set-up.
     """
 
     generation: int
     step: int
     seconds: float
+    voted: bool = False
+    replay_from: int = -1
 
 
 class Ready(Message, frozen=True):
@@ -185,6 +214,7 @@ class Whereabouts(Message, frozen=True):
 WorkerMessage: TypeAlias = (
     WarmReady
     | SetupDone
+    | FirstUpdate
     | CommError
     | Released
     | Ready
@@ -207,21 +237,28 @@ class Plan(Message, frozen=True):
     """How generation `generation` is put together.
 
     step: where newcomers enter: they resume right after optimizer update number `step`
-        (0: before the first batch; -1: run the script live from its start).
+        (0: before the first batch; -1: run the script live from its start). Where the job votes, survivors that are
+        behind roll forward to it.
     members: rank -> state server address, complete (index = rank).
-    sources: ranks whose model state is at `step`, any of which can serve it.
+    sources: newcomer rank -> live replicas of its shard whose model state is at `step`, any of which can serve it;
+        empty where none is needed or known to be one: what the newcomer's own set-up made stands.
     newcomers: ranks that are not live yet.
     buddies: for each rank the sidecar servers ("host:port") of the nodes that keep its sidecar *from now on*.
     keepers: for each newcomer rank the sidecar servers that may hold its sidecar of `step`.
+    way: how survivors cross the failure. "replay": the collectives of their step run again from the kept inputs.
+        "redo": the body of their step runs once more from its start.
+    votes: the `Rule`; None while it is not known.
     """
 
     generation: int
     step: int
     members: list[str]
-    sources: list[int]
+    sources: dict[int, list[int]]
     newcomers: list[int]
     buddies: list[list[str]]
     keepers: dict[int, list[str]]
+    way: Way
+    votes: bool | None
 
 
 class Assign(Message, frozen=True):
@@ -240,6 +277,12 @@ class Assign(Message, frozen=True):
     faults: list[tuple[int, str]]
     buddies: list[list[str]]
     plan: Plan | None
+
+
+class Rule(Message, frozen=True):
+    """The answer to `FirstUpdate`, the same for all ranks and for the rest of the job: whether it votes."""
+
+    votes: bool
 
 
 class Release(Message, frozen=True):
@@ -279,7 +322,7 @@ class BuddyLost(Message, frozen=True):
     address: str
 
 
-CoordinatorToWorker: TypeAlias = Plan | Assign | Release | Resume | InjectAck | Warm | Look | BuddyLost | Bye
+CoordinatorToWorker: TypeAlias = Plan | Assign | Rule | Release | Resume | InjectAck | Warm | Look | BuddyLost | Bye
 
 # --- supervisor <-> coordinator ---------------------------------------------------------------------
 

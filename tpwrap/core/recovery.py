@@ -173,10 +173,12 @@ def _plan(d: Draft, newcomers: dict[int, str]) -> None:
         generation=d.state.generation,
         step=entry.step,
         members=[address(d.state, rank) for rank in members],
-        sources=entry.sources,
+        sources=dict.fromkeys(not_live, entry.sources),
         newcomers=not_live,
         buddies=[buddy_addresses(d.state, rank) for rank in members],
         keepers=keepers,
+        way="replay",
+        votes=None,
     )
     failover = d.state.failover
     assert failover is not None

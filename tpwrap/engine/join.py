@@ -132,7 +132,7 @@ def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, 
     blob = steps.blob(plan)
     inventory, _ = transfer.restore(
         steps.state,
-        [plan.members[rank] for rank in plan.sources],
+        [plan.members[rank] for rank in plan.sources[runtime.rank]],
         runtime.key,
         plan.generation,
         plan.step,

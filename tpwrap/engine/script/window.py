@@ -193,7 +193,7 @@ class Window:
         found: list[_Read] = []
         if plan.step == self._target:
             with contextlib.suppress(OSError):
-                found = [encoding.decode(join.readings_of(runtime, plan, rank)) for rank in plan.sources]
+                found = [encoding.decode(join.readings_of(runtime, plan, rank)) for rank in plan.sources[runtime.rank]]
         if not found:
             self._boundary.fail("what the other ranks have read before this update is no longer known")
         return found
