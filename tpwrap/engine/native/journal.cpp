@@ -18,6 +18,10 @@ Tensor raw(const Tensor& t) { return t.variable_data(); }
 // Below this many bytes one thread copies as fast as several, and the dispatcher would cost more than the copy.
 constexpr int64_t kSmall = 1 << 17;
 
+// Up to so many bytes of an operation's result are recorded in the first step: what the stages of a pipeline tell each
+// other about their shapes.
+constexpr int64_t kRecordedOfFirst = 1 << 12;
+
 // Whether all of it is one plain piece of memory, so that bytes can stand for it.
 bool plain(const Tensor& t) {
   return t.layout() == at::kStrided && t.has_storage() && t.is_contiguous() && !t.is_conj() && !t.is_neg() &&
@@ -62,28 +66,43 @@ void Group::adopt(BackendPtr inner) {
   replay(journal_.replay_from_);
 }
 
-void Group::serve(std::vector<Tensors> record) {
+void Group::serve(std::vector<Tensors> record, std::vector<Tensors> first) {
   std::lock_guard<std::mutex> lock(journal_.m_);
+  must_fit_ = record.size();
   to_serve_ = std::move(record);
+  to_serve_.insert(to_serve_.end(), first.begin(), first.end());
   served_ = 0;
+}
+
+std::vector<Tensors> Group::records(bool first) {  // Journal::m_ is held
+  std::vector<Tensors> out;
+  const uint64_t begin = first ? in_setup_ : 0;
+  for (auto& [index, tensors] : recorded_) {
+    if ((index >= in_setup_) != first) continue;
+    if (out.size() <= index - begin) out.resize(index - begin + 1);
+    out[index - begin] = tensors;
+  }
+  if (!first) out.resize(in_setup_);
+  return out;
 }
 
 std::vector<Tensors> Group::record() {
   std::lock_guard<std::mutex> lock(journal_.m_);
-  std::vector<Tensors> out;
-  for (auto& [index, tensors] : recorded_) {
-    if (out.size() <= index) out.resize(index + 1);
-    out[index] = tensors;
-  }
-  return out;
+  return records(false);
+}
+
+std::vector<Tensors> Group::first() {
+  std::lock_guard<std::mutex> lock(journal_.m_);
+  return received_ ? records(true) : std::vector<Tensors>();
 }
 
 FuturePtr Group::offline(Call& call) {
   Tensors record;
-  bool serving = false;
+  bool serving = false, must_fit = false;
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
     serving = served_ < to_serve_.size();
+    must_fit = served_ < must_fit_;
     if (serving) record = to_serve_[served_++];
   }
   at::NoGradGuard no_grad;
@@ -92,7 +111,7 @@ FuturePtr Group::offline(Call& call) {
   if (serving && !record.empty() && fits) {
     for (size_t i = 0; i < record.size(); i++) raw(call.out[i]).copy_(record[i]);
   } else {
-    if (serving && !record.empty()) mismatches_++;
+    if (serving && must_fit && !record.empty()) mismatches_++;
     if (call.echo) call.echo();
   }
   auto future = new_future();
@@ -127,13 +146,21 @@ FuturePtr Group::submit(Call call, WorkPtr* inner_work) {
   for (auto& t : source) bytes += static_cast<int64_t>(t.nbytes());
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
-    entry->replayable = journal_.bytes_ + bytes <= journal_.budget_;
+    entry->region = journal_.region_;
+    if (entry->region) journal_.region_step_ = entry->step;
+    // Between two regions of one step: run again, they would come before and after it, but its replay would not.
+    else if (journal_.region_step_ == entry->step)
+      journal_.lost_outside_ = std::max(journal_.lost_outside_, entry->step);
+    const bool fits = journal_.bytes_ + bytes <= journal_.budget_;
+    entry->replayable = fits && !(entry->region && journal_.too_large_);
     if (entry->replayable) {
       entry->bytes = bytes;
       journal_.bytes_ += bytes;
       journal_.peak_ = std::max(journal_.peak_, journal_.bytes_);
     } else {
       journal_.lost_step_ = std::max(journal_.lost_step_, entry->step);
+      if (!entry->region) journal_.lost_outside_ = std::max(journal_.lost_outside_, entry->step);
+      else if (!std::exchange(journal_.too_large_, true)) journal_.forget_region();
     }
   }
   if (entry->replayable) {
@@ -143,10 +170,11 @@ FuturePtr Group::submit(Call call, WorkPtr* inner_work) {
     call.in = std::move(kept);
   }
   entry->call = std::move(call);
-  entry->call.echo = nullptr;  // offline only; it holds the caller's tensors
+  if (!entry->region) entry->call.echo = nullptr;  // never poisoned; it holds the caller's tensors
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
     entry->index = issued_++;
+    if (entry->step < 0) in_setup_ = issued_;
     journal_.issued_++;
     log_.push_back(entry);
   }
@@ -247,7 +275,9 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
   static const std::string dropped = "injected: result dropped";
   FuturePtr future;
   Tensors out;
-  WorkPtr finished;  // let go after the lock: it may hold the last reference to a tensor that Python knows
+  // Let go after the lock: they may hold the last reference to a tensor that Python knows.
+  WorkPtr finished;
+  std::function<void()> echo;
   {
     std::lock_guard<std::mutex> lock(journal_.m_);
     ended(epoch);
@@ -265,21 +295,22 @@ void Group::complete(const EntryPtr& entry, uint64_t epoch, const std::string* e
       return;
     }
     entry->done = true;
+    echo.swap(entry->call.echo);
     if (entry->scratch) {
       if (--journal_.replaying_ == 0) journal_.progress_.notify_all();
       return;
     }
-    if (entry->step >= 0 || journal_.recorded_ < 0) {
-      // past set-up: nothing to record
-    } else {
+    if (entry->step <= 0) {
       int64_t bytes = 0;
       for (auto& t : entry->call.out) bytes += static_cast<int64_t>(t.nbytes());
-      if (journal_.recorded_ + bytes <= journal_.record_budget_) {
+      const bool wanted = entry->step < 0 || bytes <= kRecordedOfFirst;
+      if (wanted && journal_.recorded_ + bytes <= journal_.record_budget_) {
         at::NoGradGuard no_grad;
         Tensors copy;
         for (auto& t : entry->call.out) copy.push_back(t.detach().clone());
         journal_.recorded_ += bytes;
         recorded_[entry->index] = std::move(copy);
+        if (entry->step == 0 && entry->call.type == c10d::OpType::RECV) received_ = true;
       } else {
         recorded_[entry->index] = {};  // an empty record: the newcomer echoes, its state comes from a replica
       }
@@ -334,6 +365,35 @@ void Group::replay(int64_t from_step) {
       overwrite(e->call.out, e->call.in);  // the failed attempt may have left partial sums in the caller's buffer
     }
     launch(e, inner, false);
+  }
+}
+
+void Group::poison() {
+  std::vector<EntryPtr> unfinished;
+  {
+    std::lock_guard<std::mutex> lock(journal_.m_);
+    std::deque<EntryPtr> kept;
+    for (auto& e : log_) {
+      if (!e->region || e->step < journal_.step_) {
+        kept.push_back(e);
+      } else {
+        journal_.recycle(*e);
+        if (!e->done) unfinished.push_back(e);
+      }
+    }
+    log_.swap(kept);
+    for (auto& e : unfinished) e->done = true;
+  }
+  at::NoGradGuard no_grad;
+  for (auto& e : unfinished) {
+    // A broadcast of objects tells sizes first, and the buffer for them is not initialised: no rank may take what lies in
+    // it for a size.
+    if (e->call.type == c10d::OpType::BROADCAST)
+      for (auto& t : e->call.out)
+        if (t.scalar_type() == at::kLong) raw(t).zero_();
+    if (e->call.echo) e->call.echo();
+    e->future->markCompleted(c10::IValue(e->call.out));
+    e->future.reset();
   }
 }
 
@@ -424,6 +484,69 @@ void Journal::set_budget(int64_t bytes) {
 bool Journal::replayable(int64_t from_step) {
   std::lock_guard<std::mutex> lock(m_);
   return lost_step_ < from_step;
+}
+
+bool Journal::redoable(int64_t from_step) {
+  std::lock_guard<std::mutex> lock(m_);
+  return lost_outside_ < from_step;
+}
+
+void Journal::set_region(bool on) {
+  std::lock_guard<std::mutex> lock(m_);
+  region_ = on;
+}
+
+bool Journal::settled(double seconds) {
+  std::unique_lock<std::mutex> lock(m_);
+  bool all = false;
+  progress_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+    all = true;
+    for (auto& w : groups_)
+      if (auto g = w.lock())
+        for (auto& e : g->log_) all = all && e->done;
+    return all || mode_ != Mode::live;
+  });
+  return all && mode_ == Mode::live;
+}
+
+void Journal::all_have(int64_t step) {
+  std::lock_guard<std::mutex> lock(m_);
+  trim(step);
+}
+
+void Journal::forget_region() {  // m_ is held
+  for (auto& w : groups_) {
+    auto g = w.lock();
+    if (!g) continue;
+    std::deque<EntryPtr> kept;
+    for (auto& e : g->log_) {
+      const bool useless = e->region && e->step == step_;
+      if (!useless || !e->done) kept.push_back(e);
+      if (!useless) continue;
+      if (e->done) recycle(*e);
+      else bytes_ -= std::exchange(e->bytes, 0);
+      e->replayable = false;
+    }
+    g->log_.swap(kept);
+  }
+}
+
+void Journal::poison() {
+  std::vector<std::shared_ptr<Group>> groups;
+  {
+    std::lock_guard<std::mutex> lock(m_);
+    for (auto& w : groups_) if (auto g = w.lock()) groups.push_back(g);
+  }
+  // As in replay(): nothing is issued between the change of mode and the end of what was issued before.
+  std::vector<std::unique_lock<std::recursive_mutex>> orders;
+  for (auto& g : groups) orders.emplace_back(g->launching_);
+  {
+    std::lock_guard<std::mutex> lock(m_);
+    mode_ = Mode::offline;
+    lost_step_ = std::max<int64_t>(lost_step_, step_);  // what regions have contributed so far is no longer there
+    for (auto& g : groups) g->to_serve_.clear();
+  }
+  for (auto& g : groups) g->poison();
 }
 
 std::string Journal::wait_failure(double seconds) {
@@ -573,7 +696,7 @@ std::map<std::string, int64_t> Journal::stats() {
   for (auto& w : groups_) if (auto g = w.lock()) entries += static_cast<int64_t>(g->log_.size());
   return {{"mode", static_cast<int64_t>(mode_)}, {"step", step_}, {"bytes", bytes_}, {"peak_bytes", peak_},
           {"entries", entries}, {"issued", issued_}, {"bad", bad_}, {"in_flight", in_flight_},
-          {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"common_step", common_}, {"issued_in_step", issued_in_step_}};
+          {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"common_step", common_}, {"lost_step", lost_step_}, {"issued_in_step", issued_in_step_}};
 }
 
 }  // namespace torchpass

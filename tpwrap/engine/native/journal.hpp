@@ -42,7 +42,7 @@ struct Call {  // one operation as the caller issued it
   bool in_place;
   bool synchronizes;  // its completion here proves that every member has issued it
   Launch launch;
-  std::function<void()> echo;  // the result a lone rank would give itself (offline mode)
+  std::function<void()> echo;  // the result a lone rank would give itself (offline and poisoned)
 };
 
 struct Entry {
@@ -51,6 +51,7 @@ struct Entry {
   uint64_t index = 0;       // position among the group's operations, from 0
   uint64_t epoch = 0;       // which inner backend it was last launched on
   bool launched = false, done = false, scratch = false, dropped = false;
+  bool region = false;      // issued in a part of the script that can be run once more (Journal::set_region)
   bool replayable = true;   // false: the byte budget did not allow a copy of its inputs
   std::vector<std::pair<std::vector<int64_t>, at::TensorOptions>> shapes;  // of `out`, once done
   int64_t bytes = 0;
@@ -71,8 +72,10 @@ class Group : public std::enable_shared_from_this<Group> {
   BackendPtr inner();
   int64_t in_flight();           // operations of the current inner backend that have not ended
   // Serve the outputs of set-up collectives from a record (a newcomer that runs the script's set-up again).
-  void serve(std::vector<Tensors> record);
+  // first: small outputs of the operations of the first step, which come after those of the set-up.
+  void serve(std::vector<Tensors> record, std::vector<Tensors> first);
   std::vector<Tensors> record();
+  std::vector<Tensors> first();  // empty where nothing was received from one peer: then nobody needs it
   uint64_t served_mismatches() const { return mismatches_; }
   int64_t step() const;
 
@@ -87,6 +90,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void complete(const EntryPtr& entry, uint64_t epoch, const std::string* error);
   void ended(uint64_t epoch);                // Journal::m_ is held
   void replay(int64_t from_step);  // launching_ is held
+  void poison();                   // launching_ is held
+  std::vector<Tensors> records(bool first);
 
   const std::shared_ptr<Journal> owner_;  // callbacks of inner operations may outlive every other reference
   Journal& journal_;
@@ -100,7 +105,10 @@ class Group : public std::enable_shared_from_this<Group> {
   int64_t in_flight_ = 0;           // on inner_ alone: what an earlier one has left behind does not count
   std::atomic<uint64_t> mismatches_{0};
   std::map<uint64_t, Tensors> recorded_;
+  uint64_t in_setup_ = 0;           // operations issued before the first step
+  bool received_ = false;           // something from one peer, in the first step
   std::vector<Tensors> to_serve_;
+  uint64_t must_fit_ = 0;           // of to_serve_: those of the set-up
 };
 
 class Journal : public std::enable_shared_from_this<Journal> {
@@ -122,6 +130,13 @@ class Journal : public std::enable_shared_from_this<Journal> {
   bool wait_replayed(double seconds);
   void set_budget(int64_t bytes);                   // 0: keep nothing from now on
   bool replayable(int64_t from_step);               // false: the budget was exceeded in a step >= from_step
+  bool redoable(int64_t from_step);                 // false: it was outside of regions, which alone can be run again
+  void set_region(bool on);                         // the script is in a part that can be run once more
+  bool settled(double seconds);                     // wait until no operation is unfinished; false: held, or too long
+  void all_have(int64_t step);                      // every rank has reached it; no newcomer enters before it
+  // Redo: what regions have issued since the last commit completes at once with echoes, as does whatever comes until
+  // replay(); what was issued outside of them stays, and is replayed then.
+  void poison();
   std::string wait_failure(double seconds);         // "" on timeout, else why the journal was suspended by itself
   void hold(bool on);                               // durability: nothing is launched while on (see buddies.hpp)
   void close();                                     // wakes wait_failure for good
@@ -133,6 +148,7 @@ class Journal : public std::enable_shared_from_this<Journal> {
   friend class Group;
   bool may_launch() const { return mode_ == Mode::live && !held_; }
   void trim(int64_t step);
+  void forget_region();                             // its copies are of no use: one of them did not fit
   Tensor keep(const Tensor& t);                     // copy into pooled memory
   void recycle(Entry& entry);
   Fault next_fault();
@@ -151,6 +167,8 @@ class Journal : public std::enable_shared_from_this<Journal> {
   std::atomic<int64_t> step_{-1};
   int64_t bytes_ = 0, peak_ = 0, recorded_ = 0, in_flight_ = 0, replaying_ = 0, replayed_ = 0,
           replay_from_ = -1, lost_step_ = -2, common_ = -1;  // common_: a step that every rank has reached
+  int64_t lost_outside_ = -2, region_step_ = -2;    // region_step_: newest step in which a region has issued something
+  bool region_ = false, too_large_ = false;         // too_large_: a step's log did not fit, so no further one is kept
   int64_t issued_in_step_ = 0, issued_ = 0, bad_ = 0, armed_step_ = -3, armed_nth_ = -1;
   Fault armed_ = Fault::none;
   std::vector<std::weak_ptr<Group>> groups_;
