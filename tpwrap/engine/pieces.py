@@ -1,0 +1,148 @@
+"""The bytes of named tensors in pieces: what moves, and is compared, one at a time.
+
+A piece is a range of a tensor's bytes in row-major order. Where the tensor's memory is just these bytes (on the CPU,
+contiguous), a piece is that memory itself. Everything else is copied piece by piece, so that nobody ever holds a large
+tensor twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tpwrap.engine import _native
+
+PIECE = 4 << 20
+"""bytes of the largest piece: small enough to be still in the cache when its digest is taken"""
+MOST = 1024
+"""pieces that are handled together at most: Linux sends and receives that many parts in one call"""
+_HEAD = 16
+
+
+class Piece(NamedTuple):
+    name: str
+    """of its tensor"""
+    offset: int
+    nbytes: int
+
+
+class Pieces:
+    """All pieces of `tensors`, numbered in the order of the tensors' names. size: bytes of the largest; None: PIECE."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], size: int | None = None) -> None:
+        self.size = size or PIECE
+        self.all = [piece for name in sorted(tensors) for piece in _cut(name, tensors[name], self.size)]
+        self._tensors = dict(tensors)
+        self._own = {name: _own_bytes(tensor) for name, tensor in tensors.items()}
+
+    def room(self, n: int) -> torch.Tensor:
+        """Bytes on the CPU to put piece `n` into: the tensor's own memory where possible. See `store`."""
+        name, offset, nbytes = self.all[n]
+        own = self._own[name]
+        if own is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return own if len(own) == nbytes else own[offset : offset + nbytes]
+
+    def read(self, n: int) -> torch.Tensor:
+        """The bytes of piece `n` on the CPU: not to be written to."""
+        room = self.room(n)
+        for part, place in self._apart(n, room):
+            place.copy_(part)
+        return room
+
+    def store(self, n: int, room: torch.Tensor) -> None:
+        """Put into the tensor what `room` was filled with. (Own memory holds it already.)"""
+        for part, place in self._apart(n, room):
+            part.copy_(place)
+
+    def is_own(self, n: int) -> bool:
+        return self._own[self.all[n].name] is not None
+
+    def head(self, n: int) -> bytes:
+        """The first bytes of piece `n`: pieces with different heads are different."""
+        name, offset, nbytes = self.all[n]
+        own = self._own[name]
+        if own is not None:
+            return own[offset : offset + min(nbytes, _HEAD)].numpy().tobytes()
+        tensor = self._tensors[name]
+        first = offset // tensor.itemsize
+        (element,) = _parts(tensor, first, first + 1)
+        return torch.empty(1, dtype=tensor.dtype, device="cpu").copy_(element).view(torch.uint8).numpy().tobytes()
+
+    def batches(self, numbers: Sequence[int] | None = None) -> Iterator[list[int]]:
+        """`numbers` (all of them), in rows of about the size of a piece."""
+        batch: list[int] = []
+        filled = 0
+        for n in range(len(self.all)) if numbers is None else numbers:
+            nbytes = self.all[n].nbytes
+            if batch and (filled + nbytes > self.size or len(batch) == MOST):
+                yield batch
+                batch, filled = [], 0
+            batch.append(n)
+            filled += nbytes
+        if batch:
+            yield batch
+
+    def by_tensor(self, digests: Mapping[int, str]) -> dict[str, str]:
+        """One digest for each tensor, from those of all pieces."""
+        found: dict[str, list[str]] = {name: [] for name in self._tensors}
+        for n, piece in enumerate(self.all):
+            found[piece.name].append(digests[n])
+        return {name: of[0] if len(of) == 1 else _joined(of) for name, of in found.items()}
+
+    def _apart(self, n: int, room: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Where piece `n` is no memory of its own: (part of the tensor, its place in `room`), all of them."""
+        name, offset, nbytes = self.all[n]
+        if self._own[name] is not None:
+            return
+        tensor = self._tensors[name]
+        elements = room.view(tensor.dtype)
+        at = 0
+        with torch.no_grad():
+            for part in _parts(tensor, offset // tensor.itemsize, (offset + nbytes) // tensor.itemsize):
+                yield part, elements[at : at + part.numel()].view(part.shape)
+                at += part.numel()
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """One digest for each tensor: equal where dtype, shape and bits are equal, whatever the layout and the device."""
+    pieces = Pieces(tensors)
+    found: dict[int, str] = {}
+    for batch in pieces.batches():
+        found.update(zip(batch, _native.digests([pieces.read(n) for n in batch]), strict=True))
+    return pieces.by_tensor(found)
+
+
+def _cut(name: str, tensor: torch.Tensor, size: int) -> Iterator[Piece]:
+    nbytes, step = tensor.nbytes, max(size - size % tensor.itemsize, tensor.itemsize)
+    for offset in range(0, nbytes, step):
+        yield Piece(name, offset, min(step, nbytes - offset))
+
+
+def _own_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a tensor, where that is its elements one after the other."""
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach().view(-1).view(torch.uint8)
+    return None
+
+
+def _parts(tensor: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
+    """Views of `tensor` that hold, one after the other, its elements `first` to `last` in row-major order."""
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    if tensor.dim() < 2:
+        return [tensor.view(-1)[first:last]]
+    row = tensor[0].numel()
+    start, stop = -(-first // row), last // row
+    if start > stop:  # within one row
+        return _parts(tensor[stop], first - stop * row, last - stop * row)
+    before = _parts(tensor[start - 1], first - (start - 1) * row, row) if first < start * row else []
+    after = _parts(tensor[stop], 0, last - stop * row) if stop * row < last else []
+    return [*before, *([tensor[start:stop]] if start < stop else []), *after]
+
+
+def _joined(digests: list[str]) -> str:
+    return hashlib.blake2b("".join(digests).encode(), digest_size=8).hexdigest()
