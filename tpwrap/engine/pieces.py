@@ -70,7 +70,8 @@ class Pieces:
         tensor = self._tensors[name]
         first = offset // tensor.itemsize
         (element,) = _parts(tensor, first, first + 1)
-        return torch.empty(1, dtype=tensor.dtype, device="cpu").copy_(element).view(torch.uint8).numpy().tobytes()
+        copied = torch.empty(1, dtype=tensor.dtype, device="cpu").copy_(element.view(1))
+        return copied.view(torch.uint8).numpy().tobytes()
 
     def batches(self, numbers: Sequence[int] | None = None) -> Iterator[list[int]]:
         """`numbers` (all of them), in rows of about the size of a piece."""
@@ -125,7 +126,7 @@ def _cut(name: str, tensor: torch.Tensor, size: int) -> Iterator[Piece]:
 def _own_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """The memory of a tensor, where that is its elements one after the other."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor.detach().view(-1).view(torch.uint8)
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # sizes of 1 have any stride
     return None
 
 
