@@ -94,6 +94,7 @@ PLAN = m.Plan(
         m.SetupDone(0, ["numpy"]),
         m.SetupDone(0, ["numpy"], "tp0"),
         m.FirstUpdate(redo=True),
+        m.FirstUpdate(redo=False, shard="tp0"),
         m.Released(3, 20, 0.5),
         m.Released(3, 20, 0.5, voted=True, replay_from=19),
     ],

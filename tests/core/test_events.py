@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from tpwrap.core import events, lint
@@ -33,6 +34,7 @@ FINISHED = events.FailoverFinished(
         FINISHED,
         events.Notice("warning", "ü\n", 1),
         events.Protection(0, 1, ["a", "b"], [lint.Finding("unprotected", "x", "y", "train.py:3", "z")]),
+        events.Ruled([[0, 2], [1]], True, "2 shards"),
         events.FaultInjected("rank=1 …", 1, 1),
         events.JobEnded(0, "done", "", 30, 1),
     ],
@@ -66,3 +68,9 @@ def test_render() -> None:
     assert events.render(FINISHED) == (
         "rank 1 replaced at step 20 in 134 ms: detect 4 ms  release 10 ms  decide 0 ms  restore 100 ms  resume 20 ms"
     )
+    assert "at step 20 by redo in" in events.render(msgspec.structs.replace(FINISHED, way="redo"))
+
+
+def test_a_failover_told_before_there_were_two_ways() -> None:
+    line = events.to_line(FINISHED, 1.0)
+    assert events.from_line(line.replace(b',"way":"replay"', b"")) == (1.0, FINISHED)

@@ -29,6 +29,7 @@ from tpwrap.core.state import (
     StoreLost,
     Tick,
 )
+from tpwrap.report import story
 
 M = TypeVar("M", bound=m.Message)
 E = TypeVar("E")
@@ -42,6 +43,7 @@ class Play:
         self.now = 100.0
         self.state = membership.initial(job, "10.0.0.1:29400", "run", self.now)
         self.actions: list[Action] = []
+        self.log: list[Action] = []
         self.spawned = 0
         if start:
             for node in range(job.total_nodes):
@@ -57,6 +59,7 @@ class Play:
         self.now += after
         result = membership.transition(self.state, seen, self.now)
         self.state, self.actions = result.state, result.actions
+        self.log += result.actions
         return result.actions
 
     def wait(self, seconds: float) -> list[Action]:
@@ -301,6 +304,223 @@ def test_the_last_survivor_lost_ends_with_75() -> None:
     end = ending(play.see(NodeLost(1, "gone")))
     assert end.exit_code == 75
     assert "no copy of the model is left" in end.reason
+
+
+# --- shards, votes, ways -----------------------------------------------------------------------------
+
+TWO_SHARDS = ("a", "b", "a", "b")
+
+
+def with_shards(names: tuple[str, ...] = TWO_SHARDS, redo: bool = False, step: int = 20, **job: int) -> Play:
+    """A job in its training whose ranks hold these shards; the rule is made."""
+    play = Play(Job(nodes=len(names), **job), step=0)  # type: ignore[arg-type]
+    for rank, name in enumerate(names):
+        play.say(rank, m.SetupDone(0, [], name))
+    for rank, name in enumerate(names):
+        play.say(rank, m.FirstUpdate(redo, name))
+        if step:
+            play.say(rank, m.Progress(step))
+    return play
+
+
+def test_the_rule_is_told_once_all_have_come_to_an_update() -> None:
+    play = Play(Job(nodes=3), step=0)
+    assert sent(play.say(0, m.FirstUpdate(False)), m.Rule) == {}
+    assert sent(play.say(2, m.FirstUpdate(False)), m.Rule) == {}
+    actions = play.say(1, m.FirstUpdate(False))
+    assert set(sent(actions, m.Rule).values()) == {m.Rule(votes=False)}
+    assert len(sent(actions, m.Rule)) == 3
+    assert emitted(actions, events.Ruled)[0].shards == [[0, 1, 2]]
+    assert play.state.votes is False
+
+
+@pytest.mark.parametrize(("names", "redo"), [(TWO_SHARDS, False), (("", ""), True)])
+def test_shards_and_steps_that_can_be_redone_make_a_job_vote(names: tuple[str, ...], redo: bool) -> None:
+    assert with_shards(names, redo).state.votes is True
+
+
+def test_names_of_set_up_count_until_all_have_told_those_of_their_first_update() -> None:
+    play = Play(Job(nodes=3), step=0)
+    for rank in range(3):
+        play.say(rank, m.SetupDone(0, [], "part"))
+    play.say(0, m.FirstUpdate(False, "whole"))
+    play.say(1, m.FirstUpdate(False, "half"))
+    assert set(play.state.shards().values()) == {"part"}
+    play.say(2, m.FirstUpdate(False, "whole"))
+    assert play.state.votes is True
+    assert play.state.shards() == {0: "whole", 1: "half", 2: "whole"}
+
+
+def test_one_that_failed_after_its_first_update_counts_and_its_newcomer_is_told_at_once() -> None:
+    play = Play(Job(nodes=3, spares=1), step=0)
+    play.say(0, m.FirstUpdate(False))
+    play.warm(0)
+    play.die(0)
+    play.say(1, m.FirstUpdate(False))
+    actions = play.say(2, m.FirstUpdate(True))
+    assert set(sent(actions, m.Rule).values()) == {m.Rule(votes=True)}
+    assert len(sent(actions, m.Rule)) == 2
+    actions = play.release(0)
+    (assign,) = sent(actions, m.Assign).values()
+    assert assign.plan is not None
+    assert assign.plan.votes is True
+    play.ready(0)
+    play.resumed()
+    (told,) = sent(play.say(0, m.FirstUpdate(True)), m.Rule).values()
+    assert told == m.Rule(votes=True)
+
+
+def test_a_newcomer_on_its_way_is_told_a_rule_that_is_made_meanwhile() -> None:
+    play = Play(Job(nodes=2, spares=1), step=0)
+    play.say(0, m.FirstUpdate(False))
+    play.warm(0)
+    play.die(0)
+    play.release(0)
+    assert play.state.stage is Stage.RESTORING
+    assert play.state.plan is not None
+    assert play.state.plan.votes is None
+    assert len(sent(play.say(1, m.FirstUpdate(False)), m.Rule)) == 2
+
+
+def test_nobody_waits_for_a_rank_that_has_finished_without_an_update() -> None:
+    play = Play(Job(nodes=2), step=0)
+    play.say(0, m.FirstUpdate(False))
+    assert len(sent(play.say(1, m.Finished(0)), m.Rule)) == 2
+
+
+def test_a_newcomer_is_served_by_replicas_of_its_shard_and_all_roll_forward() -> None:
+    play = with_shards()
+    play.warm(1)
+    play.die(1)
+    play.say(0, m.Released(1, 20, 0.0, voted=True))
+    play.say(2, m.Released(1, 20, 0.0))
+    actions = play.say(3, m.Released(1, 20, 0.0))
+    assert play.state.plan is not None
+    assert (play.state.plan.step, play.state.plan.sources) == (21, {1: [3]})
+    assert (play.state.plan.way, play.state.plan.votes) == ("replay", True)
+    for rank, digest in ((0, "a"), (1, "b"), (2, "a"), (3, "b")):
+        actions = play.say(rank, m.Ready(1, 21, digest, digest, {}))
+    assert len(sent(actions, m.Resume)) == 4
+    (finished,) = emitted(play.resumed(), events.FailoverFinished)
+    assert (finished.step, finished.way) == (21, "replay")
+
+
+def test_a_second_failure_finds_survivors_that_have_not_rolled_forward_yet() -> None:
+    play = with_shards(("a", "b") * 3)
+    play.warm(1)
+    play.die(1)
+    play.say(0, m.Released(1, 20, 0.0, voted=True))
+    play.release(20)
+    assert play.state.plan is not None
+    assert play.state.plan.step == 21
+    play.warm(0)
+    play.die(0)  # the only one that had passed the vote
+    play.release(20)
+    assert (play.state.plan.generation, play.state.plan.step) == (2, 21)
+    assert play.state.plan.sources == {0: [2, 4], 1: [3, 5]}
+
+
+def test_a_rank_that_stays_behind_where_all_vote_ends_the_job() -> None:
+    play = with_shards()
+    play.warm(1)
+    play.die(1)
+    play.release(20)
+    play.say(0, m.Ready(1, 21, "", "", {}))
+    end = ending(play.ready(20, ""))
+    assert "rank 0 did not come to step 20" in end.reason
+
+
+def test_the_only_rank_with_a_shard_ends_the_job_at_once() -> None:
+    play = with_shards(("a", "b", "a"), spares=2)
+    play.see(NodeLost(1, "gone"))
+    end = ending(play.release(20))
+    assert end.exit_code == 75
+    assert "rank 1 was lost after update 20" in end.reason
+    assert "resume from its last checkpoint" in end.reason
+
+
+def test_all_replicas_of_a_shard_one_after_another_end_the_job() -> None:
+    play = with_shards(spares=2)
+    play.see(NodeLost(1, "gone"))
+    play.release(20)
+    assert play.state.stage is Stage.RESTORING
+    play.see(NodeLost(3, "gone"))
+    end = ending(play.release(20))
+    assert "ranks 1, 3 were lost after update 20" in end.reason
+
+
+def test_a_shard_lost_in_set_up_is_made_again() -> None:
+    play = Play(Job(nodes=2, spares=1), start=False)
+    for node in range(3):
+        play.join(node)
+        play.warm(node)
+    play.say(0, m.SetupDone(0, [], "a"))
+    play.say(1, m.SetupDone(0, [], "b"))
+    play.see(NodeLost(1, "gone"))
+    assert play.state.plan is None
+    play.release(-1)
+    assert play.state.plan is not None
+    assert (play.state.plan.step, play.state.plan.sources) == (-1, {1: []})
+    assert play.state.stage is Stage.RESUMING
+
+
+def test_a_shard_that_was_never_told_has_no_sources_where_there_are_several() -> None:
+    play = Play(Job(nodes=3, spares=1), start=False)
+    for node in range(4):
+        play.join(node)
+        play.warm(node)
+    play.say(0, m.SetupDone(0, [], "a"))
+    play.say(1, m.SetupDone(0, [], "b"))
+    play.see(NodeLost(2, "gone"))
+    play.release(0)
+    assert play.state.plan is not None
+    assert (play.state.plan.step, play.state.plan.sources) == (0, {2: []})
+
+
+def test_set_up_that_comes_out_differently_the_second_time_ends_a_job_without_votes() -> None:
+    play = with_shards(("a", "a"), step=0, spares=1)
+    play.warm(1)
+    play.die(1)
+    play.release(-1)
+    play.say(0, m.Resumed(1, {}, 0))
+    end = ending(play.say(1, m.SetupDone(1, [], "b")))
+    assert "rank 1 cannot be protected any further" in end.reason
+
+
+def test_redo_where_a_log_does_not_reach_back() -> None:
+    play = with_shards(redo=True)
+    play.warm(1)
+    play.die(1)
+    play.say(0, m.Released(1, 20, 0.0, replay_from=21))
+    play.release(20)
+    assert play.state.plan is not None
+    assert (play.state.plan.step, play.state.plan.way) == (20, "redo")
+    play.ready(20, "")
+    (finished,) = emitted(play.resumed(), events.FailoverFinished)
+    assert finished.way == "redo"
+    assert "at step 20 by redo" in (story.line(finished) or "")
+
+
+def test_neither_replay_nor_redo_ends_the_job() -> None:
+    play = with_shards()
+    play.warm(1)
+    play.die(1)
+    play.say(0, m.Released(1, 20, 0.0, replay_from=21))
+    end = ending(play.release(20))
+    assert end.exit_code == 70
+    assert "rank 0 cannot be protected any further: the collectives of one step need more memory" in end.reason
+
+
+def test_shards_are_told_in_one_line_and_those_without_replica_in_another() -> None:
+    play = with_shards(("a", "b", "a", "c"), step=0)
+    (ruled,) = emitted(play.log, events.Ruled)
+    assert (story.line(ruled) or "").splitlines() == [
+        "3 shards with 1 to 2 replicas: ranks 0 2 | 1 | 3; every update waits for a vote",
+        "warning: ranks 1, 3 hold shards that no other rank has: the failure of one of them would end the job",
+    ]
+    (ruled,) = emitted(with_shards(("a", "a"), step=0).log, events.Ruled)
+    assert story.line(ruled) is None
+    assert story.full(ruled).startswith("updates wait for no vote: ")
 
 
 # --- what moves where ------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import msgspec
+
 from tpwrap.core import events
 from tpwrap.slurm.chronicle import SETTLE, Chronicle, Drain
 
@@ -40,6 +42,11 @@ def test_a_lost_node_is_drained_with_cause_and_step() -> None:
     assert story.due(2000.0) == []
     assert "ranks=6 spares=1/2 failovers=1; " in story.comment()
     assert "n3->n5 ranks 2,3 step 57 1.3s: its supervisor was silent for 3.0 s" in story.comment()
+
+
+def test_a_step_that_ran_once_more() -> None:
+    redone = msgspec.structs.replace(moved(2, 4, 2, 3), way="redo")
+    assert "n3->n5 ranks 2,3 step 57 redo 1.3s: " in chronicle(*lost_node(), redone).comment()
 
 
 def test_a_rank_healed_in_its_slot_drains_nothing() -> None:

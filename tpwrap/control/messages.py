@@ -69,9 +69,11 @@ class FirstUpdate(Message, frozen=True):
     """The rank has come to its first optimizer update and applies it once it has been told the `Rule`.
 
     redo: it can run the body of a step once more from its start.
+    shard: as in `SetupDone`, but now that training has begun: this one counts.
     """
 
     redo: bool
+    shard: str = ""
 
 
 class CommError(Message, frozen=True):

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from tpwrap.control.messages import Failed
 from tpwrap.core.lint import Finding, one_line
 from tpwrap.core.placement import Unplaceable
+from tpwrap.core.shards import named
 from tpwrap.core.state import State
 
 Ending: TypeAlias = tuple[int, str, str]
@@ -63,6 +64,37 @@ def nobody_left(state: State) -> Ending | None:
     )
 
 
+def shard_lost(ranks: Sequence[int], step: int) -> Ending:
+    """ranks: all that held one shard. step: where the others are."""
+    when = f"after update {step}" if step > 0 else "at the start of the training"
+    whose = "this shard" if len(ranks) == 1 else "their shard"
+    return (
+        OUT_OF_SPARES,
+        f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost {when}, and no other rank holds {whose} of the "
+        "model, so no copy of it is left. Start the job again: it must resume from its last checkpoint. More replicas "
+        "of each shard, on different nodes, would have kept it going",
+        "",
+    )
+
+
+def other_shard(rank: int) -> Ending:
+    """A newcomer that ran its set-up live has made something else than the rank that it replaces."""
+    reason = "the set-up of its new worker made other parameters than before; make them from one seed on all ranks"
+    return unprotected([rank], reason)
+
+
+def over_budget(ranks: Sequence[int]) -> Ending:
+    """Survivors that can neither replay nor redo their step."""
+    return unprotected(
+        ranks,
+        "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB",
+    )
+
+
+def unprotected(ranks: Sequence[int], reason: str) -> Ending:
+    return INTERNAL, f"{named(ranks)} cannot be protected any further: {reason}", ""
+
+
 def no_place(state: State, choice: Unplaceable) -> Ending:
     """A lost rank has no slot: out of spares, or the script fails wherever it runs."""
     view = state.ranks[choice.rank]
@@ -86,21 +118,15 @@ def without_store(state: State, cause: str) -> Ending:
 
 def left_behind(finished: Sequence[int], waiting: Sequence[int], where: str) -> Ending:
     """Ranks wait in a collective that others, whose scripts are over, never take part in."""
-    gone, left = ("rank " if len(some) == 1 else "ranks " for some in (finished, waiting))
     return (
         1,
-        f"{gone}{_few(finished)} {'has' if len(finished) == 1 else 'have'} finished the script, but "
-        f"{left}{_few(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {where}, in which "
+        f"{named(finished)} {'has' if len(finished) == 1 else 'have'} finished the script, but "
+        f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {where}, in which "
         f"{'it' if len(finished) == 1 else 'they'} never took part. The script is at fault: every rank must take part "
         "in every collective. Give all ranks the same number of steps (DistributedSampler, drop_last=True), and let "
         "none return or exit early",
         "",
     )
-
-
-def _few(ranks: Sequence[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} others" if len(ranks) > most else ""
-    return ", ".join(map(str, ranks[:most])) + more
 
 
 def not_protected(rank: int, findings: Sequence[Finding]) -> Ending:

@@ -117,6 +117,8 @@ class FailoverFinished(_Base, frozen=True):
     reason: str
     muted: dict[str, int] = {}
     """by kind: calls with effects outside (files, saves) that newcomers of unmodified scripts left out on their way"""
+    way: str = "replay"
+    """how survivors crossed the failure: replay | redo"""
 
 
 class Notice(_Base, frozen=True):
@@ -134,6 +136,16 @@ class Protection(_Base, frozen=True):
     """updates that the rank had applied"""
     lines: list[str]
     findings: list[Finding]
+
+
+class Ruled(_Base, frozen=True):
+    """All ranks have come to their first update: who are replicas of each other, and whether every update waits for a
+    vote."""
+
+    shards: list[list[int]]
+    """the ranks of each"""
+    votes: bool
+    reason: str
 
 
 class FaultInjected(_Base, frozen=True):
@@ -162,6 +174,7 @@ Event: TypeAlias = (
     | FailoverFinished
     | Notice
     | Protection
+    | Ruled
     | FaultInjected
     | JobEnded
 )
@@ -200,7 +213,8 @@ def render(event: FailoverFinished) -> str:
     who = who + ", ".join(map(str, event.ranks)) if event.ranks else "no rank"
     stages = "  ".join(f"{name} {1000 * event.stages.get(name, 0.0):.0f} ms" for name in STAGES)
     at = "during set-up" if event.step < 0 else f"at step {event.step}"
-    return f"{who} replaced {at} in {1000 * event.seconds:.0f} ms: {stages}"
+    by = "" if event.way == "replay" else f" by {event.way}"
+    return f"{who} replaced {at}{by} in {1000 * event.seconds:.0f} ms: {stages}"
 
 
 # --- events.jsonl ---------------------------------------------------------------------------------------

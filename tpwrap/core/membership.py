@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from tpwrap.control import messages as m
-from tpwrap.core import endings, events, exits, lint, placement, recovery, standstill
+from tpwrap.core import endings, events, exits, lint, placement, recovery, shards, standstill
 from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
 from tpwrap.core.signals import EXIT_CODES
@@ -372,6 +372,8 @@ def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
                 standstill.stepped(d)
         case m.SetupDone():
             _set_up(d, rank, message)
+        case m.FirstUpdate():
+            _first_update(d, rank, message)
         case m.Injecting(fault):
             _injecting(d, rank, fault)
         case m.Finished(step):
@@ -383,12 +385,12 @@ def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
         case m.Protection(facts):
             _protection(d, rank, facts)
         case m.Unprotected(reason):
-            d.end(endings.INTERNAL, f"rank {rank} cannot be protected any further: {reason}")
+            d.end(*endings.unprotected([rank], reason))
         case m.CommError(generation, error) if generation == d.state.generation:
             _comm_error(d, rank, error)
-        case m.Released(generation, step) if generation == d.state.generation:
+        case m.Released(generation) if generation == d.state.generation:
             if stage is Stage.RELEASING and rank in d.state.awaiting:
-                recovery.released(d, rank, step)
+                recovery.released(d, rank, message)
         case m.Ready(generation) if generation == d.state.generation:
             if stage is Stage.RESTORING and rank in d.state.awaiting:
                 recovery.ready(d, rank, message)
@@ -403,14 +405,42 @@ def _set_up(d: Draft, rank: int, message: m.SetupDone) -> None:
     took = d.now - d.state.ranks[rank].assigned_at
     d.set(any_set_up=True, setup_seconds=max(took, d.state.setup_seconds))
     standstill.moved(d)
-    if d.state.ranks[rank].step < 0:
-        d.put_rank(rank, step=0)
+    before = d.state.ranks[rank].shard
+    if d.state.votes is not None and before not in (None, message.shard):
+        d.end(*endings.other_shard(rank))
+        return
+    d.put_rank(rank, step=max(0, d.state.ranks[rank].step), shard=message.shard)
     new = [name for name in message.modules if name not in d.state.modules]
     if new:
         d.set(modules=(*d.state.modules, *new))
         for worker in d.state.workers.values():
             if worker.rank is None:
                 d.send(worker.id, m.Warm(new))
+
+
+def _first_update(d: Draft, rank: int, message: m.FirstUpdate) -> None:
+    """It waits for the rule, which is made once: when all ranks wait, or those that have failed since then have."""
+    if d.state.votes is None:
+        d.put_rank(rank, first=message)
+        _make_rule(d)
+    else:
+        d.send_rank(rank, m.Rule(d.state.votes))
+
+
+def _make_rule(d: Draft) -> None:
+    views = d.state.ranks.values()
+    if any(view.first is None and not view.finished for view in views):
+        return
+    firsts = {view.rank: view.first for view in views}
+    rule = shards.rule(
+        {rank: None if first is None else first.shard for rank, first in firsts.items()},
+        [rank for rank, first in firsts.items() if first is not None and first.redo],
+    )
+    d.set(votes=rule.votes)
+    d.emit(events.Ruled(rule.shards, rule.votes, rule.reason))
+    d.say(f"every update waits for a vote: {rule.reason}" if rule.votes else f"no votes: {rule.reason}")
+    for rank in d.state.ranks:
+        d.send_rank(rank, m.Rule(rule.votes))
 
 
 def _injecting(d: Draft, rank: int, fault: int) -> None:
@@ -429,6 +459,8 @@ def _finished(d: Draft, rank: int, step: int) -> None:
     d.put_rank(rank, finished=True, step=max(step, d.state.ranks[rank].step))
     standstill.moved(d)
     if not all(view.finished for view in d.state.ranks.values()):
+        if d.state.votes is None:
+            _make_rule(d)  # the others need not wait for one that never updates
         return
     for other in d.state.ranks:
         d.send_rank(other, m.Bye())

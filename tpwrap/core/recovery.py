@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from tpwrap.control.messages import Assign, Failed, Plan, Ready, Release, Resume, Resumed
-from tpwrap.core import commit, endings, events, placement
+from tpwrap.control.messages import Assign, Failed, Plan, Ready, Release, Released, Resume, Resumed
+from tpwrap.core import commit, endings, events, placement, shards
 from tpwrap.core.assign import environment, faults_for
 from tpwrap.core.state import Draft, Failover, KillWorker, Loss, Node, NodeStatus, Stage, State
 
@@ -78,25 +78,26 @@ def _detected(d: Draft, lost: list[int]) -> tuple[tuple[str, float], ...]:
     return (("detect", min(matching + silent)),) if matching or silent else ()
 
 
-def released(d: Draft, rank: int, step: int) -> None:
-    d.put("released", rank, step)
-    d.put_rank(rank, step=step)
+def released(d: Draft, rank: int, report: Released) -> None:
+    d.put("released", rank, report)
+    d.put_rank(rank, step=report.step)
     if d.answered(rank):
         decide(d)
 
 
 def decide(d: Draft) -> None:
-    """All survivors have let go: choose the entry step and a slot for every lost rank."""
+    """All survivors have let go: choose the entry and a slot for every lost rank."""
     if not d.state.all_joined():
         return  # at start: a spare that has not connected yet may be the one; Joined or NodeLost comes
-    entry = commit.choose(d.state.released, _floor(d.state))
-    if not d.state.released:
-        ending = endings.nobody_left(d.state)
-        if ending is not None:
-            d.end(*ending)
-            return
-    if entry.step < _floor(d.state):
-        d.end(70, f"internal error: step went back from {_floor(d.state)} to {entry.step} ({entry.reason})")
+    try:
+        entry = _entry(d.state)
+    except commit.Impossible as error:
+        d.end(endings.INTERNAL, f"internal error: {error}")
+        return
+    ending = _hopeless(d.state, entry)
+    if ending is not None:
+        d.say(entry.reason)
+        d.end(*ending)
         return
     if not _place(d, entry.step):
         return
@@ -107,9 +108,26 @@ def decide(d: Draft) -> None:
     plan_when_warm(d)
 
 
-def _floor(state: State) -> int:
-    """No plan may enter before this step."""
-    return -1 if state.plan is None else state.plan.step
+def _entry(state: State) -> commit.Entry:
+    """No plan may enter before the last one did."""
+    floor = -1 if state.plan is None else state.plan.step
+    redo = [rank for rank, view in state.ranks.items() if view.first is not None and view.first.redo]
+    return commit.choose(state.released, bool(state.votes), floor, redo)
+
+
+def _hopeless(state: State, entry: commit.Entry) -> endings.Ending | None:
+    """How the job ends, where those that are left cannot go on from `entry`."""
+    if not state.released:
+        return endings.nobody_left(state)
+    if entry.way is None:
+        return endings.over_budget(entry.stuck)
+    known = state.shards()
+    absent = [rank for rank, view in state.ranks.items() if not view.live and entry.step >= 0]
+    for rank in absent:
+        replicas = shards.replicas(rank, known, known)
+        if replicas and not any(state.ranks[other].live for other in replicas):
+            return endings.shard_lost(replicas, entry.step)
+    return None
 
 
 def _place(d: Draft, step: int) -> bool:
@@ -156,7 +174,8 @@ def plan_when_warm(d: Draft) -> None:
 
 
 def _plan(d: Draft, newcomers: dict[int, str]) -> None:
-    entry = commit.choose(d.state.released, _floor(d.state))
+    entry = _entry(d.state)
+    assert entry.way is not None  # `decide` has ended the job otherwise
     members = sorted(d.state.ranks)
     for rank, worker in newcomers.items():
         take(d, rank, worker)
@@ -169,16 +188,17 @@ def _plan(d: Draft, newcomers: dict[int, str]) -> None:
             d.end(*endings.sidecar_lost(rank, d.state.ranks[rank].keepers))
             return
     name_buddies(d)
+    known = d.state.shards()
     plan = Plan(
         generation=d.state.generation,
         step=entry.step,
         members=[address(d.state, rank) for rank in members],
-        sources=dict.fromkeys(not_live, entry.sources),
+        sources={rank: shards.replicas(rank, known, entry.holders) for rank in not_live},
         newcomers=not_live,
         buddies=[buddy_addresses(d.state, rank) for rank in members],
         keepers=keepers,
-        way="replay",
-        votes=None,
+        way=entry.way,
+        votes=d.state.votes,
     )
     failover = d.state.failover
     assert failover is not None
@@ -200,7 +220,8 @@ def ready(d: Draft, rank: int, report: Ready) -> None:
     d.put("ready", rank, report)
     if not d.answered(rank):
         return
-    verdict = commit.verify(d.state.ready)
+    assert d.state.plan is not None
+    verdict = commit.verify(d.state.ready, d.state.shards(), d.state.plan.step if d.state.votes else None)
     d.say(verdict.reason)
     if not verdict.agree:
         d.end(70, f"generation {d.state.generation} cannot go on: {verdict.reason}")
@@ -260,6 +281,7 @@ def _finish(d: Draft) -> None:
             seconds=d.now - failover.marks[0][1],
             replayed=failover.replayed,
             muted=dict(failover.muted),
+            way=plan.way,
             reason=reason,
         )
     )

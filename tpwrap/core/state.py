@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 from tpwrap.control.messages import (
     CoordinatorToWorker,
     Failed,
+    FirstUpdate,
     Plan,
     Ready,
+    Released,
     Whereabouts,
     WorkerMessage,
 )
@@ -216,6 +218,11 @@ class Rank:
     live: bool = False
     """False: no worker, or a newcomer that has not caught up"""
     finished: bool = False
+    shard: str | None = None
+    """its name at the end of its set-up; None: it has not told. This and `first` are the script's, so they outlive the
+    worker that told them."""
+    first: FirstUpdate | None = None
+    """what it told when it came to its first update"""
     step: int = -1
     """last step known; -1: in set-up"""
     incarnation: int = -1
@@ -306,7 +313,7 @@ class State:
     plan: Plan | None = None
     awaiting: frozenset[int] = frozenset()
     """ranks whose answer the stage needs (STARTING, PLACING: whose slot has no warm worker yet)"""
-    released: Mapping[int, int] = field(default_factory=dict)
+    released: Mapping[int, Released] = field(default_factory=dict)
     ready: Mapping[int, Ready] = field(default_factory=dict)
     failover: Failover | None = None
     failovers: int = 0
@@ -319,6 +326,8 @@ class State:
     """what warm workers should import"""
     setup_seconds: float = 0.0
     """longest set-up of any rank so far"""
+    votes: bool | None = None
+    """the rule: whether every update waits for a vote; None: not every rank has come to an update yet"""
     any_set_up: bool = False
     """some rank has been at a step boundary: there is state to lose"""
     notices: frozenset[str] = frozenset()
@@ -344,6 +353,13 @@ class State:
     def sites(self) -> dict[int, Site]:
         """Of the nodes that are or were up."""
         return {index: node.site for index, node in self.nodes.items()}
+
+    def shards(self) -> dict[int, str | None]:
+        """The names by which ranks are known to be replicas. A script may complete what it trains after its set-up, so
+        those told there count only until all have told the ones of their first update."""
+        if self.votes is None:
+            return {rank: view.shard for rank, view in self.ranks.items()}
+        return {rank: None if view.first is None else view.first.shard for rank, view in self.ranks.items()}
 
     def taken(self) -> set[Place]:
         return {rank.place for rank in self.ranks.values()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from tpwrap.core import events
+from tpwrap.core import events, shards
 
 Names: TypeAlias = Mapping[int, str]
 """number of a node -> what Slurm calls it; others are called by their number"""
@@ -29,6 +29,8 @@ def line(event: events.Event, names: Names = _NONE) -> str | None:
         return finished(event, names)
     if isinstance(event, events.FaultInjected):
         return f"injecting: {event.fault}"
+    if isinstance(event, events.Ruled):
+        return _shards(event) if len(event.shards) > 1 else None
     if isinstance(event, events.Notice):
         who = "" if event.rank is None else f"rank {event.rank}: "
         level = "" if event.level == "info" else f"{event.level}: "
@@ -52,11 +54,20 @@ def full(event: events.Event, names: Names = _NONE) -> str:
         return f"rank {event.rank} is {event.worker} on {_node(event.node, names)} (pid {event.pid})"
     if isinstance(event, events.FailoverStarted):
         return f"generation {event.generation}: {event.cause}"
+    if isinstance(event, events.Ruled):
+        rule = "every update waits for a vote" if event.votes else "updates wait for no vote"
+        return line(event, names) or f"{rule}: {event.reason}"
     if isinstance(event, events.JobEnded):
         return f"exit code {event.exit_code}: {event.reason} ({counts(event)})"
     if isinstance(event, events.NodeDown) and not event.ranks:
         return f"{_node(event.node, names)} is down: {event.cause}"
     return line(event, names) or ""
+
+
+def _shards(event: events.Ruled) -> str:
+    """One line, and one more where a failure would end the job."""
+    alone = shards.alone(event.shards)
+    return shards.describe(event.shards, event.votes) + (f"\nwarning: {alone}" if alone else "")
 
 
 def shape(nodes: int, spares: int, nproc_per_node: int) -> str:
@@ -80,7 +91,8 @@ def finished(event: events.FailoverFinished, names: Names = _NONE) -> str:
         else f"{_node(m.to_node, names)} takes over rank {m.rank} from {_node(m.from_node, names)}"
         for m in event.moves
     )
-    resumed = f"training resumed{_at(event.step)} after {event.seconds:.2f} s"
+    by = "" if event.way == "replay" else f" by {event.way}"
+    resumed = f"training resumed{_at(event.step)}{by} after {event.seconds:.2f} s"
     stages = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in event.stages.items())
     return f"{moved or 'the same ranks go on'}; {resumed}" + (f" ({stages})" if stages else "")
 

@@ -117,6 +117,7 @@ class Chronicle:
         self._step = max(self._step, event.step)
         self._spares -= {move.to_node for move in event.moves}
         when = "in set-up" if event.step < 0 else f"step {event.step}"
+        when += "" if event.way == "replay" else f" {event.way}"
         by_way: dict[tuple[int, int], list[int]] = {}
         for move in event.moves:
             by_way.setdefault((move.from_node, move.to_node), []).append(move.rank)
