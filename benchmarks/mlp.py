@@ -74,7 +74,7 @@ def main() -> None:
         loss = (model(batch) - batch).pow(2).mean()
         loss.backward()
         optimizer.step()
-        step = step + 1 if args.as_is else done + tp.step
+        step = step + 1 if args.as_is else done + tp.updates
         os.write(log, f"{step} {time.time()!r}\n".encode())
         if step - done == WARM_UP:
             cpu = time.process_time()

@@ -136,11 +136,11 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             value, lr = float(loss.item()), float(optimizer.param_groups[0]["lr"])
-            line = {"step": tp.step, "loss": value.hex(), "samples": digest(indices), "lr": lr.hex()}
+            line = {"step": tp.updates, "loss": value.hex(), "samples": digest(indices), "lr": lr.hex()}
             os.write(log, (json.dumps(line) + "\n").encode())  # one write: no line is ever cut in two
             scheduler.step()
-            if rank == 0 and tp.step % 10 == 0:
-                print(f"step {tp.step}: loss {value:.4f}", flush=True)
+            if rank == 0 and tp.updates % 10 == 0:
+                print(f"step {tp.updates}: loss {value:.4f}", flush=True)
 
         history.append(accuracy(model, test_images, test_labels))
         if rank == 0:
@@ -157,7 +157,7 @@ def main() -> None:
     (args.out / f"final{rank}.tmp").write_text(json.dumps(final) + "\n")
     os.replace(args.out / f"final{rank}.tmp", args.out / f"final{rank}.json")
     if rank == 0:
-        print(f"done: {tp.step} steps, best accuracy {max(history):.4f}, weights {weights[:16]}", flush=True)
+        print(f"done: {tp.updates} steps, best accuracy {max(history):.4f}, weights {weights[:16]}", flush=True)
     dist.destroy_process_group()
 
 

@@ -145,14 +145,14 @@ def main() -> None:
         optimizer.zero_grad()
         mean_loss = torch.stack(losses).sum()
         used, lr = digest(torch.cat(samples)), float(optimizer.param_groups[0]["lr"])
-        line = {"step": tp.step, "loss": float(mean_loss.item()).hex(), "samples": used, "lr": lr.hex()}
+        line = {"step": tp.updates, "loss": float(mean_loss.item()).hex(), "samples": used, "lr": lr.hex()}
         os.write(log, (json.dumps(line) + "\n").encode())  # one write: no line is ever cut in two
         samples, losses = [], []
         scheduler.step()
-        if tp.step % 10 == 0:
+        if tp.updates % 10 == 0:
             dist.all_reduce(mean_loss)
             if rank == 0:
-                print(f"step {tp.step}: loss {mean_loss.item() / world:.4f}", flush=True)
+                print(f"step {tp.updates}: loss {mean_loss.item() / world:.4f}", flush=True)
 
     weights = digest(model.module.state_dict())
     same = objects == (id(model), id(optimizer), id(dist.group.WORLD))
@@ -161,7 +161,7 @@ def main() -> None:
     (args.out / f"final{rank}.tmp").write_text(json.dumps(final) + "\n")
     os.replace(args.out / f"final{rank}.tmp", args.out / f"final{rank}.json")
     if rank == 0:
-        print(f"done: {tp.step} steps, weights {weights[:16]}", flush=True)
+        print(f"done: {tp.updates} steps, weights {weights[:16]}", flush=True)
     dist.destroy_process_group()
 
 

@@ -66,7 +66,7 @@ def main() -> None:
             dist.all_reduce(shared, group=pair)
         optimizer.step()
         # What is computed before optimizer.step() is not restored on a newcomer: of rank 1, log the loss alone.
-        job.line(tp.step, loss, samples=digest(indices), shared=float(shared).hex() if job.rank in PAIR else "")
+        job.line(tp.updates, loss, samples=digest(indices), shared=float(shared).hex() if job.rank in PAIR else "")
     job.final(model, optimizer)
     dist.destroy_process_group()
 

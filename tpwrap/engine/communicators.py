@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,20 @@ _RealGloo = c10d.ProcessGroupGloo
 _RealNccl = getattr(c10d, "ProcessGroupNCCL", None)
 
 
+_FOREVER = dt.timedelta(days=30)
+
+
 class Aborted(RuntimeError):
     """This generation was given up while we worked on it; the next plan is on its way."""
+
+
+class Poisoned(BaseException):
+    """Ends a pass that will be redone; no `except Exception` of the script is to stop it."""
+
+
+Outputs: TypeAlias = list[list[torch.Tensor]]
+"""by operation and tensor"""
+Record: TypeAlias = tuple[Outputs, Outputs]
 
 
 @dataclass
@@ -87,10 +99,12 @@ class Communicators:
         self._lock = threading.Lock()
         self._generation: _Generation | None = None
         self._created = 0
-        self._records: list[list[list[torch.Tensor]]] = []
+        self._records: list[Record] = []
         self._left_behind: list[Any] = []
         self.offline = False
         """a newcomer before its point of entry: groups are created without an inner backend"""
+        self.poisoned = False
+        """this pass will be redone; what it computes is garbage"""
 
     # --- generations ------------------------------------------------------------------------------
 
@@ -101,6 +115,12 @@ class Communicators:
             if self._generation is not None and self._generation.number >= generation:
                 return
             self._generation = _Generation(generation, client, connection)
+
+    @property
+    def generation(self) -> int:
+        """The newest one that was begun."""
+        with self._lock:
+            return -1 if self._generation is None else self._generation.number
 
     def _connect(self) -> tuple[c10d.Store, set[tuple[sockets.Address, sockets.Address]]]:
         host, _, port = self._store.rpartition(":")
@@ -143,7 +163,7 @@ class Communicators:
         """A process group was just created by the script: build its inner backend (unless offline)."""
         self.all.append(communicator)
         if communicator.index < len(self._records):
-            communicator.group.serve(self._records[communicator.index])
+            communicator.group.serve(*self._records[communicator.index])
         if self.offline:
             return
         generation = self._current()
@@ -191,6 +211,23 @@ class Communicators:
         for communicator in groups:
             threading.Thread(target=build, args=(communicator,), name="torchpass-build", daemon=True).start()
 
+    def build_own(self, name: str, rank: int, size: int) -> Any:
+        """A backend for the engine's own use in the current generation, among all ranks; waits until all have come.
+        Raises RuntimeError once the generation is given up."""
+        generation = self._current()
+        store, connection = self._connect()
+        inner = GlooInner(_RealGloo)
+        with self._lock:
+            if generation.aborted.is_set():
+                raise Aborted("the generation was given up")
+            generation.connection = generation.connection | connection
+            generation.inners.append(inner)
+        prefix = f"g{generation.number}/torchpass-{name}"
+        # As long as it takes: another rank may be slow, and a failure gives the generation up.
+        backend = inner.create(Place(c10d.PrefixStore(prefix, store), rank, size, _FOREVER, _FOREVER))
+        probe(backend, rank, size, torch.device("cpu"))
+        return backend
+
     def _build(self, communicator: Communicator, generation: _Generation, store: c10d.Store) -> None:
         with communicator.building:
             if communicator.generation < generation.number:
@@ -229,11 +266,16 @@ class Communicators:
 
     # --- set-up record ----------------------------------------------------------------------------
 
-    def record(self) -> list[list[list[torch.Tensor]]]:
-        """Outputs of the collectives before the first step: by group, operation, tensor."""
-        return [communicator.group.record() for communicator in self.all]
+    def record(self) -> list[Record]:
+        """Outputs of the collectives before the first step, and small ones of the first step: by group."""
+        return [(one.group.record(), one.group.first()) for one in self.all]
 
-    def serve(self, records: list[list[list[torch.Tensor]]]) -> None:
+    @property
+    def has_first(self) -> bool:
+        """Whether a newcomer needs to know what the first step's operations gave."""
+        return any(one.group.first() for one in self.all)
+
+    def serve(self, records: list[Record]) -> None:
         """Answer the set-up's collectives from `records` in groups that are created from now on."""
         self._records = records
 
@@ -344,6 +386,8 @@ def install(communicators: Communicators) -> None:
         return pg, store
 
     torch_c10d._new_process_group_helper = helper
+    for name in _OF_OBJECTS:
+        _refuse_when_poisoned(communicators, name)
 
     broadcast_objects = torch_c10d.broadcast_object_list
 
@@ -356,6 +400,31 @@ def install(communicators: Communicators) -> None:
 
     torch_c10d.broadcast_object_list = broadcast_object_list
     dist.broadcast_object_list = broadcast_object_list
+
+
+_OF_OBJECTS = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "new_group",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
+
+
+def _refuse_when_poisoned(communicators: Communicators, name: str) -> None:
+    """End the pass there: an echo is no pickle, and a group made now would be made once more."""
+    original = getattr(torch_c10d, name)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if communicators.poisoned:
+            raise Poisoned
+        return original(*args, **kwargs)
+
+    setattr(torch_c10d, name, function)
+    setattr(dist, name, function)
 
 
 def _recorded_objects(

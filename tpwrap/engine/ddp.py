@@ -59,8 +59,8 @@ def install(offline: Callable[[], bool]) -> None:
 
 def will_synchronize() -> bool:
     """Whether the backward pass about to start contributes to the update (False inside `no_sync`)."""
-    instances = _alive()
-    return not instances or any(instance.require_backward_grad_sync for instance in instances)
+    alive = instances()
+    return not alive or any(instance.require_backward_grad_sync for instance in alive)
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
@@ -68,8 +68,14 @@ def is_replicated(module: torch.nn.Module) -> bool:
     return any(replicate.state(one) is not None for one in module.modules())
 
 
-def _alive() -> list[Any]:
+def instances() -> list[Any]:
+    """All that the script has made and still holds."""
     return [instance for one in list(_instances) if (instance := one()) is not None]
+
+
+def may_pass_again() -> bool:
+    """Whether one more pass than others make leaves all buckets as they are: they have been rebuilt, or never are."""
+    return all(one._has_rebuilt_buckets or one.find_unused_parameters for one in instances())
 
 
 def finish_bucket_phase(step: int) -> None:
@@ -77,7 +83,7 @@ def finish_bucket_phase(step: int) -> None:
 
     Just before the step in whose forward the survivors rebuild, nothing is done: the newcomer does it there, live.
     """
-    for instance in _alive():
+    for instance in instances():
         readiness = _readiness.pop(instance, None)
         order = [] if readiness is None else readiness.stop()
         if instance.static_graph and step >= 2:
@@ -88,7 +94,7 @@ def finish_bucket_phase(step: int) -> None:
 
 def synchronized() -> list[torch.nn.Parameter]:
     """Parameters whose gradients the newest backward pass has made equal on all ranks."""
-    return [p for instance in _alive() if instance.require_backward_grad_sync for p in instance.parameters()]
+    return [p for instance in instances() if instance.require_backward_grad_sync for p in instance.parameters()]
 
 
 def passes_needed(instance: Any) -> int:
@@ -139,11 +145,11 @@ def layout() -> str:
 
     Call it where no backward pass is running: it takes the reducer's lock.
     """
-    instances = _alive()
-    if not instances or not all(instance._has_rebuilt_buckets for instance in instances):
+    alive = instances()
+    if not alive or not all(instance._has_rebuilt_buckets for instance in alive):
         return ""
     parts = []
-    for instance in instances:
+    for instance in alive:
         instance.logger.set_runtime_stats_and_log()
         data = instance._get_ddp_logging_data()
         parts.append((data.get("rebuilt_bucket_sizes"), data.get("rebuilt_per_bucket_param_indices")))

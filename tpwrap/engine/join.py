@@ -30,7 +30,8 @@ def prepare(runtime: Runtime, plan: Plan) -> None:
     """A newcomer, before its script starts: what of the failed rank's set-up and way it will need."""
     record = _fetch(runtime, plan, SETUP_STEP)
     collectives, start = encoding.decode(record)
-    runtime.communicators.serve(collectives)
+    # A script as it is does not run its operations on its way: those of its first step would answer later ones.
+    runtime.communicators.serve([(setup, first if start is None else []) for setup, first in collectives])
     runtime.publisher.adopt(SETUP_STEP, record)
     if start is None:
         runtime.without_script()
@@ -141,6 +142,7 @@ def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, 
     )
     clock.lap("restore")
     runtime.communicators.begin(plan.generation)
+    runtime.votes.follow(plan)
     runtime.communicators.rebuild(runtime.communicators.all)
     clock.lap("rebuild")
     runtime.publisher.adopt(plan.step, blob)

@@ -21,10 +21,15 @@ from tpwrap.engine.state import StateError, combined
 from tpwrap.engine.transfer import Offer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tpwrap.engine.runtime import Runtime
 
 
 _OVER_BUDGET = "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB"
+
+_GLANCE = 0.001
+"""seconds between looks for an update that is about to be applied"""
 
 
 class Recovery:
@@ -79,13 +84,19 @@ class Recovery:
                 runtime.send(Notice("info", "an operation of a given-up communicator did not end; it is left behind"))
                 runtime.communicators.leave_behind()
         runtime.communicators.drop()
-        runtime.send(Released(message.generation, runtime.settled_step, time.monotonic() - began))
+        step = runtime.settled_step
+        # Where nothing is kept for a reason that is known, the plan comes to us and we say it.
+        complete = runtime.journal.replayable(-1) or bool(runtime.unprotected)
+        replay_from = -1 if complete else runtime.journal.stats()["lost_step"] + 1
+        voted = runtime.votes.passed(step)
+        runtime.send(Released(message.generation, step, time.monotonic() - began, voted, replay_from))
 
     def _rebuild(self, plan: Plan) -> None:
         runtime = self._runtime
         self._plan = plan
         steps = runtime.steps
-        if not runtime.journal.replayable(plan.step):
+        kept = runtime.journal.redoable if plan.way == "redo" else runtime.journal.replayable
+        if not kept(plan.step) or (plan.way == "redo" and not runtime.redo.possible):
             runtime.send(Unprotected(runtime.unprotected or _OVER_BUDGET))
             return
 
@@ -94,8 +105,13 @@ class Recovery:
 
         runtime.communicators.begin(plan.generation)
         runtime.publisher.connect(plan.generation, plan.buddies[runtime.rank], given_up)
+        runtime.votes.follow(plan)
         if plan.step == SETUP_STEP:
             return  # the newcomer runs its script live from the start and builds the groups as it comes to them
+        if plan.votes and runtime.step < plan.step:
+            self._roll_forward(plan.step, given_up)
+        if plan.way == "redo":
+            runtime.redo.poison()
         digest = ""
         if steps is not None and steps.step == plan.step:
             step = plan.step
@@ -127,6 +143,20 @@ class Recovery:
             )
         )
 
+    def _roll_forward(self, step: int, given_up: Callable[[], bool]) -> None:
+        """Let the one update through that the plan has spoken for. Raises Aborted."""
+        runtime = self._runtime
+        runtime.gate.open()
+        deadline = time.monotonic() + runtime.timeouts.ready
+        while runtime.step < step and not given_up():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"update {step} was to be applied at once, and was not")
+            time.sleep(_GLANCE)
+        runtime.gate.close()
+        runtime.gate.settle()
+        if runtime.step < step:
+            raise Aborted("the generation was given up while rolling forward")
+
     def _resume(self, message: Resume) -> None:
         runtime, plan = self._runtime, self._plan
         if plan is None or plan.generation != message.generation:
@@ -134,7 +164,9 @@ class Recovery:
         began = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "resume")
         runtime.state_server.withdraw(message.generation + 1)
+        runtime.redo.await_end_of_pass(lambda: runtime.generation != message.generation)
         runtime.journal.replay(plan.step)
+        runtime.redo.begin_again()
         runtime.gate.open()
         if plan.step == SETUP_STEP:
             runtime.communicators.rebuild(runtime.communicators.all)  # each group replays as soon as it stands

@@ -23,19 +23,22 @@ from tpwrap.control.messages import (
     Progress,
     Release,
     Resume,
+    Rule,
     SetupDone,
     WorkerMessage,
 )
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.engine import _native, communicators, ddp, steps
-from tpwrap.engine.communicators import Aborted, Communicators
+from tpwrap.engine.communicators import Aborted, Communicators, Poisoned
 from tpwrap.engine.gate import CommitGate
 from tpwrap.engine.injector import Injector
 from tpwrap.engine.link import Link
 from tpwrap.engine.recovery import Recovery
+from tpwrap.engine.redo import Redo
 from tpwrap.engine.sidecar import Publisher
 from tpwrap.engine.transfer import StateServer
+from tpwrap.engine.votes import Votes
 from tpwrap.engine.whereabouts import Lookout
 
 if TYPE_CHECKING:
@@ -90,7 +93,10 @@ class Runtime:
         self.unprotected = ""
         """why a failure could not be healed, where that is known"""
         self._link = link
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """notified at every change of what this worker has been told, and of what it tells itself"""
+        self.votes = Votes(self, None if assign.plan is None else assign.plan.votes)
+        self.redo = Redo(self)
         self._plan = assign.plan
         self._resumed = -1
         self._finished = threading.Event()
@@ -159,10 +165,20 @@ class Runtime:
     def send(self, message: WorkerMessage) -> None:
         self._link.send(message)
 
-    def setup_done(self) -> None:
+    def setup_done(self, shard: str) -> None:
         """The first step boundary is passed: the script has made what it trains with."""
         self.groups_at_setup = len(self.communicators.all)
-        self.send(SetupDone(self.generation, sorted(_importable(set(sys.modules) - self._modules_before))))
+        self.send(SetupDone(self.generation, sorted(_importable(set(sys.modules) - self._modules_before)), shard))
+
+    @property
+    def poisoned(self) -> bool:
+        """This pass will be redone, and what it computes is garbage."""
+        return self.communicators.poisoned
+
+    def raise_if_poisoned(self) -> None:
+        """End such a pass here."""
+        if self.poisoned:
+            raise Poisoned
 
     def progress(self, step: int) -> None:
         """Runs in the training thread at every commit."""
@@ -180,17 +196,19 @@ class Runtime:
             self._release(message)
         elif isinstance(message, Plan):
             if message.generation == self.generation:
-                with self._changed:
+                with self.changed:
                     self._plan = message
-                    self._changed.notify_all()
+                    self.changed.notify_all()
                 if self.live:
                     self._recovery.post(message)
         elif isinstance(message, Resume):
-            with self._changed:
+            with self.changed:
                 self._resumed = message.generation
-                self._changed.notify_all()
+                self.changed.notify_all()
             if self.live:
                 self._recovery.post(message)
+        elif isinstance(message, Rule):
+            self.votes.told(message.votes)
         elif isinstance(message, InjectAck):
             self.injector.answer(message)
         elif isinstance(message, BuddyLost):
@@ -206,10 +224,10 @@ class Runtime:
         self.gate.close()
         self.journal.suspend()
         self.state_server.withdraw(message.generation)
-        with self._changed:
+        with self.changed:
             self.generation = message.generation
             self._plan = None
-            self._changed.notify_all()
+            self.changed.notify_all()
         if not self.communicators.abort(self.timeouts.release):
             print("torchpass: communicators could not be aborted; this worker gives up", file=sys.stderr)
             os._exit(70)
@@ -225,28 +243,28 @@ class Runtime:
     # --- waiting (training thread of a newcomer, recovery thread) ---------------------------------
 
     def wait_plan(self) -> Plan:
-        with self._changed:
-            self._changed.wait_for(lambda: self._plan is not None)
+        with self.changed:
+            self.changed.wait_for(lambda: self._plan is not None)
             assert self._plan is not None
             return self._plan
 
     def wait_resume(self, generation: int) -> None:
         """Raises Aborted when the generation is given up first."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._resumed >= generation or self.generation != generation)
+        with self.changed:
+            self.changed.wait_for(lambda: self._resumed >= generation or self.generation != generation)
             if self.generation != generation:
                 raise Aborted("the generation was given up before it went live")
 
     def wait_new_generation(self, generation: int) -> bool:
         """Whether `generation` is given up within the time in which its failure must become known."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.generation > generation, self.timeouts.ready)
+        with self.changed:
+            return self.changed.wait_for(lambda: self.generation > generation, self.timeouts.ready)
 
     def enter_live(self) -> None:
         """A newcomer's last step: from here on its collectives are real and it is a survivor of later failures."""
         self.groups_at_setup = len(self.communicators.all)
         self.communicators.offline = False
-        with self._changed:
+        with self.changed:
             self.live = True
             overtaken = self.generation
         self.journal.go_live()

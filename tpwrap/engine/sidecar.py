@@ -270,6 +270,7 @@ class Sidecar(NamedTuple):
     """what backward was started from, in this step"""
     buffers: dict[str, torch.Tensor]
     registered: dict[str, Any]
+    scalers: list[dict[str, Any]]
 
     def encode(self) -> bytes:
         """It holds several random states, most of whose parts are equal: each is sent once."""
@@ -281,7 +282,7 @@ class Sidecar(NamedTuple):
             None if origin is None else (_pooled(origin.at_pass, pool), _pooled(origin.at_batch, pool)),
             _pooled(self.random, pool),
             list(pool),
-            encoding.encode([self.losses, self.buffers, self.registered]),
+            encoding.encode([self.losses, self.buffers, self.registered, self.scalers]),
         )
         return msgspec.msgpack.encode(packed)
 

@@ -1,7 +1,8 @@
 """What a replica can give to a newcomer: parameters, optimizer state, and the scalars around them.
 
 Tensors are named, so that source and newcomer agree without exchanging objects: `<model>/<parameter>`,
-`<optimizer>/<group>.<position>/<key>` and `extra/<name>`. Scalars (learning rates and all other param_group entries,
+`<optimizer>/<group>.<position>/<key>` and `extra/<name>`. Of a DTensor it is the local piece: replicas hold the same
+pieces. Scalars (learning rates and all other param_group entries,
 scheduler state, optimizer entries that are no tensors) move by value. Buffers are not among them: they differ from rank
 to rank. Gradients are neither: after an update they are used up, unless the script names them as extra tensors.
 """
@@ -26,7 +27,7 @@ from tpwrap.engine.scalars import (
     restore_optimizer,
 )
 
-__all__ = ["Entry", "ReplicaState", "StateError", "combined"]
+__all__ = ["Entry", "ReplicaState", "StateError", "combined", "loaded", "local"]
 
 EXTRA = "extra"
 
@@ -39,6 +40,20 @@ class Entry(NamedTuple):
     shape: list[int]
     beside: bool
     """it lives where its parameter lives; False: on the CPU (a step counter, unless the optimizer is capturable)"""
+    piece: bool = False
+    """it is the local piece of a DTensor"""
+
+
+def loaded(module: str, name: str) -> Any:
+    """That class, for isinstance, if the script has imported its module: an import would take seconds."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, as a plain tensor without history."""
+    # Not DTensor.to_local(): the piece itself, also inside autograd, and without waiting for anything.
+    piece: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return piece.detach()
 
 
 class ReplicaState:
@@ -84,27 +99,39 @@ class ReplicaState:
         self.optimizers = optimizers
         self.schedulers = schedulers
         self._extra = extra
+        # FSDP2 puts gathered parameters in the place of its own during a forward pass; a recovery may come then.
+        self._whole = {
+            name: list(model.named_parameters())
+            for name, model in models.items()
+            if any(isinstance(one, loaded("torch.distributed.fsdp", "FSDPModule")) for one in model.modules())
+        }
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter once, by name."""
+        seen: set[int] = set()
+        for model_name, model in self.models.items():
+            for name, parameter in self._whole.get(model_name) or model.named_parameters():
+                if id(parameter) not in seen:  # a wrapper and the module inside; encoders that models share
+                    seen.add(id(parameter))
+                    yield f"{model_name}/{name}", parameter
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every replicated tensor by name, in an order that is equal on all replicas."""
-        return {name: tensor for name, tensor, _ in self._tensors()}
+        return {name: tensor for name, tensor, _, _ in self._tensors()}
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """(name, tensor, whether it lives where its parameter lives)."""
-        seen: set[int] = set()
-        for model_name, model in self.models.items():
-            for name, parameter in model.named_parameters():
-                if id(parameter) not in seen:  # a wrapper and the module inside; encoders that models share
-                    seen.add(id(parameter))
-                    yield f"{model_name}/{name}", parameter.detach(), True
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
+        """(name, tensor, whether it lives where its parameter lives, whether it is the local piece of a DTensor)."""
+        for name, parameter in self.parameters():
+            yield name, local(parameter), True, hasattr(parameter, "_local_tensor")
         for optimizer_name, optimizer in self.optimizers.items():
             for place, parameter in optimized(optimizer):
                 for key, value in optimizer.state.get(parameter, {}).items():  # a newcomer's gets this order, too
                     if isinstance(value, torch.Tensor):
                         beside = value.is_cpu == parameter.is_cpu
-                        yield f"{optimizer_name}/{place}/{key}", value.detach(), beside
+                        piece = hasattr(value, "_local_tensor")
+                        yield f"{optimizer_name}/{place}/{key}", local(value), beside, piece
         for name, tensor in sorted(self._extra().items()):
-            yield f"{EXTRA}/{name}", tensor.detach(), True
+            yield f"{EXTRA}/{name}", local(tensor), True, hasattr(tensor, "_local_tensor")
 
     def digests(self) -> dict[str, str]:
         tensors = self.tensors()
@@ -141,7 +168,7 @@ class ReplicaState:
             for place, parameter in optimized(optimizer)
         }
         wanted = {entry.name for entry in manifest}
-        for name, dtype, shape, beside in manifest:
+        for name, dtype, shape, beside, piece in manifest:
             have = mine.get(name)
             if have is not None and list(have.shape) == shape and encoding.dtype_name(have.dtype) == dtype:
                 continue
@@ -151,7 +178,7 @@ class ReplicaState:
                 raise StateError(f"{name} {what}, but {shape} {dtype} on its replicas")
             state, parameter = parameters[place]
             kind, device = encoding.dtype_of(dtype), parameter.device if beside else torch.device("cpu")
-            if shape == list(parameter.shape):
+            if piece or shape == list(parameter.shape):
                 made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
             else:
                 made = torch.empty(shape, dtype=kind, device=device)
@@ -164,7 +191,10 @@ class ReplicaState:
             del state[parameter][key]
 
     def manifest(self) -> list[Entry]:
-        return [Entry(n, encoding.dtype_name(t.dtype), list(t.shape), beside) for n, t, beside in self._tensors()]
+        return [
+            Entry(name, encoding.dtype_name(tensor.dtype), list(tensor.shape), beside, piece)
+            for name, tensor, beside, piece in self._tensors()
+        ]
 
 
 def _list(names: Mapping[str, Any]) -> str:

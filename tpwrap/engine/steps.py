@@ -16,14 +16,17 @@ import torch
 
 from tpwrap.control.messages import Notice, Plan
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, join, randomness
+from tpwrap.engine import ddp, encoding, join, randomness, scalers
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.data import Origin, iterator_at
 from tpwrap.engine.script import trace
+from tpwrap.engine.shards import shard
 from tpwrap.engine.sidecar import Sidecar
 from tpwrap.engine.state import ReplicaState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tpwrap.engine.runtime import Runtime
     from tpwrap.engine.session import Batches, Session
 
@@ -48,6 +51,7 @@ class Steps:
         self._runtime = runtime
         self._session = session
         self._model = model
+        self._optimizer = optimizer
         self._buffers = LocalBuffers(model)
         self._begun = False
         self._fresh = True
@@ -61,6 +65,8 @@ class Steps:
         self._losses_fed = 0
         self._trace = trace.Trace.begin(runtime.rank, session=True)
         runtime.attach(self)
+        runtime.redo.of(self._capture)
+        scalers.install()
         if not runtime.live:
             self._go_offline()
         self._wrap(optimizer)
@@ -70,7 +76,7 @@ class Steps:
     @property
     def step(self) -> int:
         """Updates applied by this rank, -1 before its first step boundary."""
-        return self._session.step if self._begun else SETUP_STEP
+        return self._session.updates if self._begun else SETUP_STEP
 
     # --- the way in -------------------------------------------------------------------------------
 
@@ -79,7 +85,7 @@ class Steps:
         plan = self._runtime.wait_plan()
         if plan.step >= 1:
             self._offline = join.sidecar_of(self._runtime, plan)
-            self._session.step = plan.step - 1
+            self._session.updates = plan.step - 1
 
     def first_epoch(self, start: int) -> int:
         return start if self._offline is None else self._offline_origin().epoch
@@ -103,7 +109,7 @@ class Steps:
                 batches.at_pass = origin.at_pass
                 self._session.batch_index = origin.batch - 1
             return
-        self._runtime.injector.at("between", self._session.step)
+        self._runtime.injector.at("between", self._session.updates)
         if batches.iterator is None:
             batches.at_pass = randomness.capture()
             batches.iterator = iter(batches.loader)
@@ -135,14 +141,48 @@ class Steps:
         with runtime.gate:  # a recovery must see set-up or step 0, nothing in between
             self._begun = True
             runtime.journal.step = 0
-        runtime.setup_done()
+        runtime.setup_done(self._shard())
         runtime.injector.step_begins(0, runtime.journal)
+
+    def _shard(self) -> str:
+        return self._session.shard or shard(self.state.parameters(), [self._optimizer])
+
+    # --- redo -------------------------------------------------------------------------------------
+
+    @property
+    def offline(self) -> bool:
+        """This is a newcomer before its entry."""
+        return self._offline is not None
+
+    def _capture(self) -> Callable[[], None]:
+        """Note what a step's body changes before its update; returns what puts it back."""
+        session = self._session
+        random, scalars, scale = randomness.capture(), self.state.scalars(), scalers.capture()
+        buffers = {name: buffer.clone() for name, buffer in self._buffers.changed().items()}
+        registered = encoding.encode({name: get() for name, (get, _) in session._registered.items()})
+        gradients = [(parameter, parameter.grad) for _, parameter in self.state.parameters()]
+        batch_index, losses = session.batch_index, len(self._losses)
+
+        def put_back() -> None:
+            # A gradient that was there is the last step's: the body sets it to None, or to zero, before it adds to it.
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self._buffers.restore(buffers)
+            self.state.restore_scalars(scalars)
+            scalers.put_back(scale)
+            for name, value in encoding.decode(registered).items():
+                session._registered[name][1](value)
+            session.batch_index = batch_index
+            del self._losses[losses:]
+            randomness.restore(random)
+
+        return put_back
 
     # --- backward: publication --------------------------------------------------------------------
 
     def on_backward(self, roots: list[torch.Tensor]) -> None:
         """Called before every backward pass with the tensors it starts from."""
-        if not self._begun:
+        if not self._begun or self._runtime.poisoned:
             return
         small = [root for root in roots if root.numel() <= 64]
         if self._offline is not None:
@@ -161,7 +201,7 @@ class Steps:
             self._publish()
 
     def _publish(self) -> None:
-        step = self._session.step + 1
+        step = self._session.updates + 1
         state = self._sidecar(step)
         self._published = state
         self._runtime.publisher.publish(step, state.encode())
@@ -174,6 +214,7 @@ class Steps:
             losses=self._losses,
             buffers=self._buffers.changed(),
             registered={name: get() for name, (get, _) in self._session._registered.items()},
+            scalers=scalers.capture(),
         )
 
     # --- commit -----------------------------------------------------------------------------------
@@ -190,21 +231,27 @@ class Steps:
                     "optimizer.step(closure) is not supported under tpwrap: a failure inside the closure could not be "
                     "healed; compute loss and backward() before optimizer.step()"
                 )
-            number = self._session.step
-            self._runtime.injector.at("optimizer", number)
-            with self._runtime.gate:
+            number = self._session.updates
+            runtime = self._runtime
+            runtime.raise_if_poisoned()
+            runtime.injector.at("optimizer", number)
+            if number == 0 and runtime.communicators.has_first:
+                runtime.publisher.publish(SETUP_STEP, join.encode_setup(runtime))
+            runtime.votes.before_update(number, runtime.redo.used, self._shard)
+            with runtime.gate:
                 result = original(*args, **kwargs)
                 self._commit()
-            self._runtime.injector.at("commit", number)
+            runtime.injector.at("commit", number)
             if self._trace is not None and self._trace.done(number + 1):
-                trace.leave(self._runtime, number + 1)
+                trace.leave(runtime, number + 1)
             return result
 
         optimizer.step = step  # type: ignore[method-assign]
 
     def _commit(self) -> None:
         """The update is applied. Runs inside the commit gate."""
-        step = self._session.step = self._session.step + 1
+        self._runtime.redo.committed()
+        step = self._session.updates = self._session.updates + 1
         self._check_publication(step)
         self.scalars[step] = self.state.scalars()
         self.scalars.pop(step - 2, None)
@@ -218,6 +265,7 @@ class Steps:
 
     def _begin_step(self, step: int) -> None:
         self._fresh = True
+        self._session._served.clear()
         self._losses = []
         self._published = None
         self._runtime.journal.step = step
@@ -239,9 +287,9 @@ class Steps:
 
     def _offline_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A newcomer's optimizer.step(): the place where it becomes live, if its step has come."""
-        step = self._session.step + 1
+        step = self._session.updates + 1
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for the scheduler's order check
-        self._session.step = step
+        self._session.updates = step
         if not join.join(self._runtime, self, step):
             self._fresh = False  # one more offline body: the survivors have gone on by a step meanwhile
             self._losses_fed = 0
@@ -269,6 +317,7 @@ class Steps:
         for name, value in restored.registered.items():
             if name in self._session._registered:
                 self._session._registered[name][1](value)
+        scalers.restore(restored.scalers)
         self._offline = None
         self._runtime.journal.step = step
         self.scalars = {step: scalars}
@@ -289,7 +338,7 @@ class Steps:
 
         def fire(phase: str) -> None:
             if self._offline is None and self._begun:
-                injector.at(phase, session.step)
+                injector.at(phase, session.updates)
 
         if injector.wants("forward"):
             self._model.register_forward_pre_hook(lambda *_: fire("forward"))

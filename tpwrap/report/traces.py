@@ -134,12 +134,12 @@ _ADVICE = {
     ),
     "random": (
         "random numbers were drawn where a newcomer does not draw them, or not as often. Draw none between backward() "
-        "and the end of optimizer.step(), and let nothing else than tp.step decide how many are drawn"
+        "and the end of optimizer.step(), and let nothing else than tp.updates decide how many are drawn"
     ),
     "values": "register it: tp.register(name, get, set), and change it before backward() or after optimizer.step()",
     "loss": (
         "batch and random state are equal, so the loss depends on something that was not restored: a global, a "
-        "counter, an object's attribute. Register it: tp.register(name, get, set), or compute it from tp.step"
+        "counter, an object's attribute. Register it: tp.register(name, get, set), or compute it from tp.updates"
     ),
     "scalars": "give the scheduler to tpwrap.session(scheduler=…); register what else changes it: tp.register",
     "state": (

@@ -23,7 +23,7 @@ tp = tpwrap.session(model=model, optimizer=optimizer)
 for (x,) in tp.batches(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 8)), 4)):
     optimizer.zero_grad()
     model(x).sum().backward()
-    if tp.step == 3 and args.rank in (None, dist.get_rank()):
+    if tp.updates == 3 and args.rank in (None, dist.get_rank()):
         if args.exit is not None:
             sys.exit(args.exit)
         raise ZeroDivisionError("the user's own bug")

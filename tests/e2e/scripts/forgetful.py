@@ -47,7 +47,7 @@ def main() -> None:
             optimizer.zero_grad()
         print(f"epoch {epoch} is over", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"rank{dist.get_rank()}").write_text(f"{tp.step}\n")
+    (args.out / f"rank{dist.get_rank()}").write_text(f"{tp.updates}\n")
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ for _ in tp.batches(range(args.steps)):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).pow(2).sum().backward()
     optimizer.step()
-    if tp.step == 10:
+    if tp.updates == 10:
         early = resources()
 args.out.mkdir(parents=True, exist_ok=True)
 final = {"pid": os.getpid(), "early": early, "late": resources()}

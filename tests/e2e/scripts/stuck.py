@@ -25,7 +25,7 @@ def train() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tp = tpwrap.session(model=model, optimizer=optimizer)
     for (x,) in tp.batches(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 8)), 4)):
-        if tp.step == 3:
+        if tp.updates == 3:
             if args.how == "groups":
                 dist.barrier(others if rank == 1 else None)
             elif rank == 1 and args.how == "exit":

@@ -134,14 +134,14 @@ def train(
     tp = tpwrap.session(model=protect or model, optimizer=optimizer, scheduler=scheduler)
     for indices, inputs, targets in tp.batches(loader or sharded()):
         optimizer.zero_grad(set_to_none=to_none)
-        outputs = model(inputs) if forward is None else forward(inputs, tp.step)
+        outputs = model(inputs) if forward is None else forward(inputs, tp.updates)
         loss = F.cross_entropy(outputs, targets)
         loss.backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         lr = float(optimizer.param_groups[0]["lr"]).hex()
-        job.line(tp.step, loss, samples=digest(indices), lr=lr, **after(tp.step))
+        job.line(tp.updates, loss, samples=digest(indices), lr=lr, **after(tp.updates))
     before_end()
     job.final(model, optimizer)
 
@@ -263,7 +263,7 @@ def accumulate(job: Job) -> None:
         optimizer.zero_grad()
         scheduler.step()
         lr = float(optimizer.param_groups[0]["lr"]).hex()
-        job.line(tp.step, torch.stack(losses).sum(), samples=digest(torch.cat(seen)), lr=lr)
+        job.line(tp.updates, torch.stack(losses).sum(), samples=digest(torch.cat(seen)), lr=lr)
         losses, seen = [], []
     job.final(model, optimizer)
 
@@ -297,13 +297,13 @@ def by_hand(job: Job) -> None:
         dist.all_reduce(mean)
         scheduler.step(mean)
         told: list[Any] = [None] * job.world
-        dist.all_gather_object(told, (job.rank, tp.step, name[0]))  # objects in the tail of each step
-        said = [("said", tp.step) if job.rank == 1 else None]
+        dist.all_gather_object(told, (job.rank, tp.updates, name[0]))  # objects in the tail of each step
+        said = [("said", tp.updates) if job.rank == 1 else None]
         dist.broadcast_object_list(said, src=1)
-        assert told == [(rank, tp.step, name[0]) for rank in range(job.world)], told
-        assert said == [("said", tp.step)], said
+        assert told == [(rank, tp.updates, name[0]) for rank in range(job.world)], told
+        assert said == [("said", tp.updates)], said
         lr = float(optimizer.param_groups[0]["lr"]).hex()
-        job.line(tp.step, loss, samples=digest(indices), lr=lr, mean=float(mean).hex())
+        job.line(tp.updates, loss, samples=digest(indices), lr=lr, mean=float(mean).hex())
     every: list[Any] = [None] * job.world
     dist.all_gather_object(every, (name, facts))
     assert all(one == every[0] for one in every), every
@@ -319,7 +319,7 @@ def groups(job: Job) -> None:
     tp = tpwrap.session(model=model, optimizer=optimizer)
     late: Any = None
     for indices, inputs, targets in tp.batches(sharded()):
-        if tp.step >= 3 and late is None:
+        if tp.updates >= 3 and late is None:
             late = dist.new_group([2, 1, 0])
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), targets)
@@ -340,7 +340,7 @@ def groups(job: Job) -> None:
             value = loss.detach().clone()
             dist.all_reduce(value, group=late)
             sums["late"] = float(value).hex()
-        job.line(tp.step, loss, samples=digest(indices), **sums)
+        job.line(tp.updates, loss, samples=digest(indices), **sums)
     job.final(model, optimizer)
 
 
@@ -367,8 +367,8 @@ def registered(job: Job) -> None:
             with torch.no_grad():
                 for mine, new in zip(average.parameters(), model.module.parameters(), strict=True):
                     mine.lerp_(new, 0.3)
-            history.append((tp.step, float(loss.detach())))
-            job.line(tp.step, loss, samples=digest(indices), epoch=epoch)
+            history.append((tp.updates, float(loss.detach())))
+            job.line(tp.updates, loss, samples=digest(indices), epoch=epoch)
     job.final(model, optimizer, history=digest(history), length=len(history), average=digest(average.state_dict()))
 
 
@@ -385,7 +385,7 @@ def workers(job: Job) -> None:
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
-            job.line(tp.step, loss, samples=digest(indices), inputs=digest(inputs))
+            job.line(tp.updates, loss, samples=digest(indices), inputs=digest(inputs))
     job.final(model, optimizer)
 
 
@@ -403,7 +403,7 @@ def two_loaders(job: Job) -> None:
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        job.line(tp.step, loss, samples=digest(indices), part=part, batch=tp.batch_index)
+        job.line(tp.updates, loss, samples=digest(indices), part=part, batch=tp.batch_index)
 
     for epoch in tp.epochs(2):
         for batch in tp.batches(stream):

@@ -76,10 +76,10 @@ def test_a_backward_pass_within_no_sync_does_not_contribute() -> None:
 
 def test_an_instance_that_is_gone_is_forgotten() -> None:
     model = wrapped()
-    assert len(ddp._alive()) == 1
+    assert len(ddp.instances()) == 1
     with model.no_sync():
         del model
-    assert ddp._alive() == []
+    assert ddp.instances() == []
     assert ddp.will_synchronize()
 
 

@@ -38,6 +38,7 @@ from tpwrap.engine.script.slow import Moved, some
 from tpwrap.engine.script.tape import Diverged, Tape
 from tpwrap.engine.script.variables import Variables
 from tpwrap.engine.script.window import Window
+from tpwrap.engine.shards import shard
 from tpwrap.engine.state import ReplicaState, combined
 
 if TYPE_CHECKING:
@@ -163,6 +164,11 @@ class Script:
         """Of what is trained, and the optimizers' state: equal on all ranks that train together."""
         return combined(self._state(self._extent_now()._replace(waiting=[]), {}).digests(), b"")
 
+    def _shard(self) -> str:
+        # Of what is trained: ranks may well call different models beside.
+        optimizers = self.regions.optimizers
+        return shard(((f"{i}/{at}", p) for i, one in enumerate(optimizers) for at, p in optimized(one)), optimizers)
+
     def _extent_now(self) -> _Extent:
         regions = self.regions
         return _Extent(len(regions.models), len(regions.optimizers), self.variables.slow.names(), regions.waiting())
@@ -247,7 +253,7 @@ class Script:
         with runtime.gate:  # a recovery must see set-up or step 0, nothing in between
             self._begun = True
             runtime.journal.step = 0
-        runtime.setup_done()
+        runtime.setup_done(self._shard())
         self.boundary.outside_seconds = 0.0
         self._begin_step(0)
 
@@ -360,6 +366,7 @@ class Script:
             if self.just_entered and index not in self._graded:
                 self._give_up("an optimizer follows on another one without a backward pass, for the first time")
             self.at("optimizer")
+            runtime.votes.before_update(number, False, self._shard)
             before = randomness.capture() if number < _LATE_CHECKS else None
             with runtime.gate:
                 result = self._update(lambda: update(*args, **kwargs))
