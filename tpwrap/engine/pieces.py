@@ -20,6 +20,28 @@ PIECE = 4 << 20
 MOST = 1024
 """pieces that are handled together at most: Linux sends and receives that many parts in one call"""
 _HEAD = 16
+_ALIGNED = 16
+"""bytes; the largest element"""
+
+
+class Scratch:
+    """Memory for the pieces of a batch that have none of their own, the same for one batch after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._used = 0
+
+    def clear(self) -> None:
+        """What was taken is not needed any more."""
+        self._used = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        if self._used + nbytes > len(self._memory):
+            self._memory = torch.empty(max(nbytes, PIECE + _ALIGNED * MOST), dtype=torch.uint8, device="cpu")
+            self._used = 0
+        taken = self._memory[self._used : self._used + nbytes]
+        self._used += -(-nbytes // _ALIGNED) * _ALIGNED
+        return taken
 
 
 class Piece(NamedTuple):
@@ -38,28 +60,29 @@ class Pieces:
         self._tensors = dict(tensors)
         self._own = {name: _own_bytes(tensor) for name, tensor in tensors.items()}
 
-    def room(self, n: int) -> torch.Tensor:
-        """Bytes on the CPU to put piece `n` into: the tensor's own memory where possible. See `store`."""
+    def room(self, n: int, scratch: Scratch) -> torch.Tensor:
+        """Bytes on the CPU for piece `n`: the tensor's own memory where possible."""
         name, offset, nbytes = self.all[n]
         own = self._own[name]
         if own is None:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return scratch.take(nbytes)
         return own if len(own) == nbytes else own[offset : offset + nbytes]
 
-    def read(self, n: int) -> torch.Tensor:
-        """The bytes of piece `n` on the CPU: not to be written to."""
-        room = self.room(n)
+    def load(self, n: int, room: torch.Tensor) -> torch.Tensor:
+        """Put piece `n` into its `room` (own memory holds it already), and return that."""
         for part, place in self._apart(n, room):
             place.copy_(part)
         return room
 
     def store(self, n: int, room: torch.Tensor) -> None:
-        """Put into the tensor what `room` was filled with. (Own memory holds it already.)"""
+        """Put into the tensor what its `room` was filled with."""
         for part, place in self._apart(n, room):
             part.copy_(place)
 
-    def is_own(self, n: int) -> bool:
-        return self._own[self.all[n].name] is not None
+    def read(self, numbers: Sequence[int], scratch: Scratch) -> list[torch.Tensor]:
+        """The bytes of a batch on the CPU: not to be written to, and good until `scratch` is used again."""
+        scratch.clear()
+        return [self.load(n, self.room(n, scratch)) for n in numbers]
 
     def head(self, n: int) -> bytes:
         """The first bytes of piece `n`: pieces with different heads are different."""
@@ -112,8 +135,9 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """One digest for each tensor: equal where dtype, shape and bits are equal, whatever the layout and the device."""
     pieces = Pieces(tensors)
     found: dict[int, str] = {}
+    scratch = Scratch()
     for batch in pieces.batches():
-        found.update(zip(batch, _native.digests([pieces.read(n) for n in batch]), strict=True))
+        found.update(zip(batch, _native.digests(pieces.read(batch, scratch)), strict=True))
     return pieces.by_tensor(found)
 
 

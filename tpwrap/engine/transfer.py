@@ -29,7 +29,7 @@ import torch
 from tpwrap.control.sidecars import dial, receive, receive_exactly, send
 from tpwrap.engine import _native
 from tpwrap.engine import pieces as in_pieces
-from tpwrap.engine.pieces import MOST, Pieces
+from tpwrap.engine.pieces import MOST, Pieces, Scratch
 from tpwrap.engine.state import Entry, ReplicaState, StateError
 
 T = TypeVar("T")
@@ -97,13 +97,13 @@ class Offer:
         pieces = self._pieces
         return Listing(self.manifest, self.scalars, pieces.size, [pieces.head(n) for n in range(len(pieces.all))])
 
-    def read(self, numbers: list[int]) -> tuple[list[torch.Tensor], list[str]]:
+    def read(self, numbers: list[int], scratch: Scratch) -> tuple[list[torch.Tensor], list[str]]:
         """The bytes of pieces and their digests, which are taken once for every newcomer that asks and for this rank's
         own report. Nothing writes to the state as long as the offer stands: the commit gate was closed, and any running
         update was over, before the plan came, and the gate opens only after all have reported. If something else did
         write (the script's own code after optimizer.step()), the newcomer would receive other bytes than these digests
         promise, and refuse them."""
-        data = [self._pieces.read(n) for n in numbers]
+        data = self._pieces.read(numbers, scratch)
         with self._digesting:
             new = {n: bytes_ for n, bytes_ in zip(numbers, data, strict=True) if n not in self._digests}
             if new:
@@ -113,8 +113,9 @@ class Offer:
     def digests(self) -> dict[str, str]:
         """Digests of the state by tensor."""
         missing = [n for n in range(len(self._pieces.all)) if n not in self._digests]
+        scratch = Scratch()
         for batch in self._pieces.batches(missing):
-            self.read(batch)
+            self.read(batch, scratch)
         return self._pieces.by_tensor(self._digests)
 
 
@@ -188,6 +189,7 @@ class StateServer:
                 if not hmac.compare_digest(receive_exactly(connection, 32), _token(self._key, challenge)):
                     return
                 connection.settimeout(None)
+                scratch = Scratch()
                 while True:
                     (size,) = struct.unpack("<I", receive_exactly(connection, 4))
                     request = _request.decode(receive_exactly(connection, size))
@@ -199,21 +201,22 @@ class StateServer:
                     elif not request.want:
                         _send_all(connection, [_framed(offer.readings)])
                     else:
-                        self._serve_pieces(connection, offer, request.want)
+                        _serve_pieces(connection, offer, request.want, scratch)
             finally:
                 with self._changed:
                     self._serving.pop(connection, None)
 
-    def _serve_pieces(self, connection: socket.socket, offer: Offer, want: list[tuple[int, str]]) -> None:
-        data, digests = offer.read([n for n, _ in want])
-        views = [memoryview(_framed(msgspec.msgpack.encode(digests)))]
-        views += [_view(d) for d, (_, theirs), mine in zip(data, want, digests, strict=True) if theirs != mine]
-        if offer.at_serving is not None:
-            half = len(views[-1]) // 2
-            _send_all(connection, [*views[:-1], views[-1][:half]])
-            offer.at_serving()
-            views = [views[-1][half:]]
-        _send_all(connection, views)
+
+def _serve_pieces(connection: socket.socket, offer: Offer, want: list[tuple[int, str]], scratch: Scratch) -> None:
+    data, digests = offer.read([n for n, _ in want], scratch)
+    views = [memoryview(_framed(msgspec.msgpack.encode(digests)))]
+    views += [_view(d) for d, (_, theirs), mine in zip(data, want, digests, strict=True) if theirs != mine]
+    if offer.at_serving is not None:
+        half = len(views[-1]) // 2
+        _send_all(connection, [*views[:-1], views[-1][:half]])
+        offer.at_serving()
+        views = [views[-1][half:]]
+    _send_all(connection, views)
 
 
 def restore(
@@ -390,31 +393,39 @@ class _Restore:
     def _pull_from(self, connection: socket.socket, work: _Work, pieces: Pieces, alike: set[int]) -> None:
         """Take batches until none is left. What was asked for and has not come is given back."""
         asked: deque[tuple[_Batch, dict[int, str]]] = deque()
+        scratch = Scratch()
         try:
             while True:
                 while len(asked) < _AHEAD and (batch := work.take(not asked, self._check)):
                     held = dict.fromkeys(batch.numbers, "")
                     asked.append((batch, held))
-                    held.update(_digests_of(pieces, [n for n in batch.numbers if n in alike]))
+                    equal = [n for n in batch.numbers if n in alike]
+                    if equal:
+                        held.update(zip(equal, _native.digests(pieces.read(equal, scratch)), strict=True))
                     self._ask(connection, list(held.items()))
                 if not asked:
                     return
-                self._receive(connection, pieces, *asked[0])
+                self._receive(connection, pieces, *asked[0], scratch)
                 asked.popleft()
                 work.finish()
         finally:
             for batch, _ in reversed(asked):
                 work.give_back(batch)
 
-    def _receive(self, connection: socket.socket, pieces: Pieces, batch: _Batch, held: dict[int, str]) -> None:
+    def _receive(
+        self, connection: socket.socket, pieces: Pieces, batch: _Batch, held: dict[int, str], scratch: Scratch
+    ) -> None:
         """The answer to a batch. held: the digests that were sent with the request."""
         patience = time.monotonic() + batch.patience
         promised = dict(zip(held, _promises.decode(self._frame(connection, patience)), strict=True))
-        rooms = {n: pieces.room(n) for n in held if promised[n] != held[n]}
+        scratch.clear()
+        rooms = {n: pieces.room(n, scratch) for n in held if promised[n] != held[n]}
         self._fill(connection, [_view(room) for room in rooms.values()], patience)
         for n, room in rooms.items():
             pieces.store(n, room)
-        for n, digest in _digests_of(pieces, list(rooms)).items():  # of what the tensors hold now
+        # Of what the tensors hold now, not of what has come.
+        arrived = _native.digests([pieces.load(n, room) for n, room in rooms.items()])
+        for n, digest in zip(rooms, arrived, strict=True):
             if promised[n] != digest:
                 raise StateError(f"{pieces.all[n].name} was received with another digest than it has at its source")
         with self._counting:
@@ -509,10 +520,6 @@ def _connect(address: str, key: bytes, timeout: float, aborted: Callable[[], boo
 
 def _ask(connection: socket.socket, request: Request, timeout: float, aborted: Callable[[], bool]) -> None:
     send(connection, _framed(msgspec.msgpack.encode(request)), timeout, aborted)
-
-
-def _digests_of(pieces: Pieces, numbers: list[int]) -> dict[int, str]:
-    return dict(zip(numbers, _native.digests([pieces.read(n) for n in numbers]), strict=True)) if numbers else {}
 
 
 def _framed(body: bytes) -> bytes:
