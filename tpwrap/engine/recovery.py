@@ -120,7 +120,14 @@ class Recovery:
             except StateError as error:
                 runtime.send(Unprotected(str(error)))
                 return
-            offer = Offer(plan.generation, step, state, steps.scalars[step], steps.readings_before(step))
+            offer = Offer(
+                plan.generation,
+                step,
+                state,
+                steps.scalars[step],
+                steps.readings_before(step),
+                lambda: runtime.injector.at("recovery", step, "restore"),
+            )
             runtime.state_server.offer(offer)
             digest = combined(offer.digests(), offer.scalars)
         began = time.monotonic()
