@@ -29,7 +29,7 @@ from tpwrap.control.messages import (
 )
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.core.timeouts import Timeouts
-from tpwrap.engine import _native, communicators, ddp, steps
+from tpwrap.engine import _native, communicators, ddp, scalers, steps
 from tpwrap.engine.communicators import Aborted, Communicators, Poisoned
 from tpwrap.engine.gate import CommitGate
 from tpwrap.engine.injector import Injector
@@ -113,6 +113,7 @@ class Runtime:
         communicators.install(self.communicators)
         ddp.install(lambda: self.communicators.offline and self.script is None)
         steps.install_backward_hook(self)
+        scalers.install(lambda: self.steps.will_update if isinstance(self.steps, steps.Steps) else None)
         register_optimizer_step_post_hook(self._after_update)
         threading.Thread(target=self._watch_failures, name="torchpass-watch", daemon=True).start()
         _current = self
@@ -135,7 +136,7 @@ class Runtime:
             if not self.script.detach():
                 raise RuntimeError(
                     "tpwrap.session() comes after the training has begun; "
-                    "call it before the first batch is taken or a model is called"
+                    "call it before the first batch is taken"
                 )
             self.without_script()
         if self.steps is not None:

@@ -66,7 +66,6 @@ class Steps:
         self._trace = trace.Trace.begin(runtime.rank, session=True)
         runtime.attach(self)
         runtime.redo.of(self._capture)
-        scalers.install()
         if not runtime.live:
             self._go_offline()
         self._wrap(optimizer)
@@ -153,6 +152,12 @@ class Steps:
     def offline(self) -> bool:
         """This is a newcomer before its entry."""
         return self._offline is not None
+
+    @property
+    def will_update(self) -> bool | None:
+        """Of a newcomer before its entry: whether the failed rank has updated after as many backward passes; None when
+        live."""
+        return None if self._offline is None else self._losses_fed >= len(self._offline.losses)
 
     def _capture(self) -> Callable[[], None]:
         """Note what a step's body changes before its update; returns what puts it back."""
@@ -343,8 +348,19 @@ class Steps:
         if injector.wants("forward"):
             self._model.register_forward_pre_hook(lambda *_: fire("forward"))
         if injector.wants("backward"):
-            parameters = [p for p in self._model.parameters() if p.requires_grad]
-            parameters[len(parameters) // 2].register_hook(lambda _: fire("backward"))
+            # At an output, not at a parameter: FSDP2 trains others than those that it shows.
+            leaves = [one for one in self._model.modules() if not any(True for _ in one.children())]
+            leaves[len(leaves) // 2].register_forward_hook(_when_graded(lambda: fire("backward")))
+
+
+def _when_graded(fire: Callable[[], None]) -> Callable[[Any, Any, Any], None]:
+    """A forward hook that calls `fire` in the backward pass, when the gradient of the output is known."""
+
+    def hook(_module: Any, _inputs: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda _: fire())
+
+    return hook
 
 
 def install_backward_hook(runtime: Runtime) -> None:

@@ -129,8 +129,9 @@ class Script:
         runtime.injector.at("setup", SETUP_STEP)
 
     def detach(self) -> bool:
-        """The script asks for the two-line API. False if its training has begun without it."""
-        if self._begun:
+        """The script asks for the two-line API. False if its training has begun without it; a model may have been called
+        to see what comes out."""
+        if self._backwards or self._applied:
             return False
         self.boundary.mode = Mode.OFF
         if not trace.rehearsing():
