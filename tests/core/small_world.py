@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -54,6 +55,12 @@ class Worker:
     step: int = -1
     knows: bool = False
     """that every rank has finished its set-up; until then it reports -1"""
+    done: bool = False
+    """all operations of its step have finished: it holds valid gradients of all ranks"""
+    asked: bool = False
+    rule: bool | None = None
+    voted: bool = False
+    """it applies the next update whatever happens"""
     plan: m.Plan | None = None
     """received and not answered with Ready yet"""
     arrived: int = -1
@@ -72,11 +79,19 @@ class Node:
 
 
 class World:
-    """One job. `step(choice)` makes one thing happen; `choices()` says what can."""
+    """One job. `step(choice)` makes one thing happen; `choices()` says what can.
 
-    def __init__(self, job: Job, target: int) -> None:
+    shards: of each rank, in order. redo: whether steps can run again. cut: ranks that do not keep their collectives.
+    """
+
+    def __init__(
+        self, job: Job, target: int, shards: Sequence[str] = (), redo: bool = False, cut: Collection[int] = ()
+    ) -> None:
         self.job = job
         self.target = target
+        self.shards = list(shards) or [""] * job.world_size
+        self.redo = redo
+        self.cut = cut
         self.now = 0.0
         self.state: State = membership.initial(job, "127.0.0.1:1", "world", 0.0)
         self.nodes = {n: Node() for n in range(job.total_nodes)}
@@ -85,6 +100,8 @@ class World:
         """(node, rank, step): kept there"""
         self.contributed: dict[tuple[int, int], int] = {}
         """(generation, rank) -> last step whose collectives it has fed"""
+        self.ballots: dict[tuple[int, int], int] = {}
+        """(generation, rank) -> last step after which it has come to vote"""
         self.end: End | None = None
         self.sidecar_missing = False
         self.stop_seen_after = 10.0
@@ -101,6 +118,7 @@ class World:
         other.workers = {name: copy.copy(worker) for name, worker in self.workers.items()}
         other.sidecars = set(self.sidecars)
         other.contributed = dict(self.contributed)
+        other.ballots = dict(self.ballots)
         other.log = list(self.log)
         return other
 
@@ -113,6 +131,8 @@ class World:
                 sorted(map(repr, self.workers.values())),
                 sorted(self.sidecars),
                 sorted((k, v) for k, v in self.contributed.items() if k[0] >= s.generation),
+                sorted((k, v) for k, v in self.ballots.items() if k[0] >= s.generation),
+                (s.votes, [r.first for r in s.ranks.values()], s.shards()),
                 (s.stage, s.generation, s.plan, sorted(s.awaiting), s.hint is None, s.hint_rounds),
                 [(r.place, r.worker, r.live, r.finished, r.step, r.loss) for r in s.ranks.values()],
                 [(r.strikes, r.keepers) for r in s.ranks.values()],
@@ -153,13 +173,29 @@ class World:
         if w.rank is None:
             return False
         if w.plan is not None:
-            return w.plan.step >= 0 and self.all_arrived(w.plan.generation)
+            arrived = w.plan.step >= 0 and self.all_arrived(w.plan.generation)
+            return arrived and (w.live or self.served(w, w.plan))
         if not w.live or w.held or w.finished:
             return False
-        if w.step >= self.target:
+        if w.step >= self.target or w.voted:
             return True
-        fed = [self.contributed.get((w.generation, rank), -9) for rank in range(self.job.world_size)]
-        return min(fed) >= w.step
+        if not w.done:
+            return self.all_have(self.contributed, w)
+        if w.rule is None:
+            return not w.asked
+        if not w.rule or self.ballots.get((w.generation, w.rank), -9) < w.step:
+            return True
+        return self.all_have(self.ballots, w)
+
+    def all_have(self, which: dict[tuple[int, int], int], w: Worker) -> bool:
+        """All ranks have come, in the worker's generation, to what it waits for in its step."""
+        return all(which.get((w.generation, rank), -9) >= w.step for rank in range(self.job.world_size))
+
+    def served(self, w: Worker, plan: m.Plan) -> bool:
+        """The sources of a newcomer have rolled forward, where they have to."""
+        assert w.rank is not None
+        sources = [o for o in self.workers.values() if o.alive and o.live and o.rank in plan.sources[w.rank]]
+        return all(source.step >= plan.step for source in sources)
 
     def can_learn(self, w: Worker) -> bool:
         fed = (self.contributed.get((w.generation, rank), -9) for rank in range(self.job.world_size))
@@ -279,6 +315,7 @@ class World:
             case m.Assign(generation, rank, plan=plan):
                 assert w.rank is None, "assigned twice"
                 w.rank, w.generation = rank, generation
+                w.rule = plan and plan.votes
                 if plan is None:
                     w.live = True
                     self.use_buddies(w, message.buddies)
@@ -293,13 +330,11 @@ class World:
                 w.generation, w.plan, w.arrived = generation, None, -1
                 if w.live:
                     w.held = True
-                    self.say(w, m.Released(generation, w.step if w.step or w.knows else -1, 0.0))
+                    self.release(w)
             case m.Plan(generation) if generation == w.generation:
                 w.plan, w.arrived = message, generation
                 if w.live:
-                    assert message.step <= w.step <= message.step + 1, "the log reaches one update back"
-                    self.use_buddies(w, message.buddies)
-                    self.publish(w)
+                    self.obey(w, message)
                 if message.step < 0:
                     w.plan = None
             case m.Resume(generation) if generation == w.generation:
@@ -307,13 +342,43 @@ class World:
                 if survivor or w.plan is None:
                     fresh = not w.live
                     w.live, w.held = True, False
+                    w.knows = w.knows or w.rule is not None
                     self.feed(w)
                     if survivor or fresh:
                         self.say(w, m.Resumed(generation, {}, 0))
+            case m.Rule(votes):
+                assert w.rule in (None, votes), "another rule than before"
+                w.rule = votes
+                w.knows = w.knows or w.live
             case m.Look():
                 self.say(w, self.whereabouts(w))
             case m.Bye():
                 assert w.finished
+
+    def release(self, w: Worker) -> None:
+        step = w.step if w.step or w.knows else -1
+        self.say(w, m.Released(w.generation, step, 0.0, w.voted, self.replay_from(w)))
+
+    def replay_from(self, w: Worker) -> int:
+        return w.step + 1 if w.rank in self.cut and 0 <= w.step < self.target else -1
+
+    def obey(self, w: Worker, plan: m.Plan) -> None:
+        """What a survivor does with a plan."""
+        if plan.votes:
+            assert plan.step - 1 <= w.step <= plan.step or plan.step < 0, "all are at one step, or roll forward to it"
+        else:
+            assert plan.step <= w.step <= plan.step + 1 or plan.step < 0, "the log reaches one update back"
+        assert w.rule in (None, plan.votes), "another rule than before"
+        w.rule = plan.votes
+        if plan.way == "replay":
+            assert self.replay_from(w) <= plan.step or w.step < plan.step, "the log does not reach back"
+        else:
+            assert self.redo, "it cannot redo a step"
+            w.done = w.done and w.step < plan.step
+        if w.step < plan.step:
+            w.voted = True
+        self.use_buddies(w, plan.buddies)
+        self.publish(w)
 
     def whereabouts(self, w: Worker) -> m.Whereabouts:
         """One collective a step, which a rank has joined once it has fed its step."""
@@ -324,25 +389,54 @@ class World:
         return m.Whereabouts(w.generation, w.step, waits, {"world": (fed, 1)}, "")
 
     def go(self, w: Worker) -> None:
-        assert w.rank is not None
         if w.plan is not None:
             plan, w.plan = w.plan, None
             if not w.live:
                 self.restore(w, plan)
+            elif w.step < plan.step:
+                self.update(w)
+                self.publish(w)
             if w.alive:
-                self.say(w, m.Ready(plan.generation, w.step, f"digest{w.step}", "", {}))
+                self.say(w, m.Ready(plan.generation, w.step, f"digest{self.shard(w)}{w.step}", "", {}))
         elif w.step >= self.target:
             w.finished = True
             self.say(w, m.Finished(w.step))
-        else:
-            w.step += 1
-            if w.step == 0:
-                self.say(w, m.SetupDone(w.generation, []))
+        elif w.step < 0:
+            w.step = 0
+            self.say(w, m.SetupDone(w.generation, [], self.shard(w)))
             self.feed(w)
+        else:
+            w.done = True
+            self.before_update(w)
+
+    def before_update(self, w: Worker) -> None:
+        """Ask for the rule, come to vote, or apply: one of them."""
+        assert w.rank is not None
+        if w.rule is None:
+            w.asked = True
+            self.say(w, m.FirstUpdate(self.redo, self.shard(w)))
+        elif not w.rule or w.voted:
+            self.update(w)
+            self.feed(w)
+        elif self.ballots.get((w.generation, w.rank), -9) < w.step:
+            self.ballots[(w.generation, w.rank)] = w.step
+        else:
+            w.voted = True
+
+    def update(self, w: Worker) -> None:
+        assert w.done, "an update without valid gradients of all ranks"
+        w.step += 1
+        w.done = w.voted = False
+
+    def shard(self, w: Worker) -> str:
+        assert w.rank is not None
+        return self.shards[w.rank]
 
     def restore(self, w: Worker, plan: m.Plan) -> None:
         assert w.rank is not None
+        assert plan.sources[w.rank] or plan.step < 1, "nobody to copy from"
         for source in plan.sources[w.rank]:
+            assert self.shards[source] == self.shard(w), "a source of another shard"
             holders = [o for o in self.workers.values() if o.alive and o.rank == source and o.live]
             assert any(o.step == plan.step for o in holders), "a source is not at the plan's step"
         keepers = [int(address.split(":")[1]) for address in plan.keepers[w.rank]]
@@ -352,6 +446,7 @@ class World:
             self.kill(w, 1)
             return
         w.step = plan.step
+        w.rule = plan.votes if w.rule is None else w.rule
         self.use_buddies(w, plan.buddies)
         self.publish(w)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from small_world import Choice, World
@@ -80,14 +81,18 @@ def judge(world: World, faults: list[Choice]) -> None:
     kinds = [kind for kind, _, _ in faults]
     if not {"stop", "silence"}.intersection(kinds):
         assert world.now <= 4 * kinds.count("comm"), "waited for a deadline:\n" + told(world, faults)
-    if len(faults) <= world.job.spares and world.job.nodes > len(faults):
+    if "cannot be protected" in reason:
+        assert world.cut, told(world, faults)
+        return
+    replicas = min(map(world.shards.count, world.shards))
+    if len(faults) <= world.job.spares and replicas > len(faults):
         assert code == 0, told(world, faults)
 
 
-def story(seed: int, job: Job) -> None:
+def story(seed: int, job: Job, **of_world: Any) -> None:
     choose = random.Random(seed)
     order = Order(choose)
-    world = World(job, TARGET)
+    world = World(job, TARGET, **of_world)
     world.stop_seen_after = choose.choice((10.0, 300.0))
     faults: list[Choice] = []
     wanted = choose.choice((1, 2, 3, 3))
@@ -122,11 +127,27 @@ def test_any_order_with_up_to_three_faults(chunk: int) -> None:
         story(seed, job)
 
 
+VOTING: dict[str, dict[str, Any]] = {
+    "two shards": {"shards": "abab"},
+    "shards of which one has no replica": {"shards": "aaab"},
+    "steps that can be redone": {"redo": True},
+    "redone because one keeps no collectives": {"redo": True, "cut": [2]},
+    "neither": {"shards": "abab", "cut": [0]},
+}
+
+
+@pytest.mark.parametrize("kind", VOTING)
+def test_any_order_where_all_vote(kind: str) -> None:
+    for seed in range(60):
+        story(seed, Job(nodes=4, spares=2), **VOTING[kind])
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_any_order_at_length() -> None:
+@pytest.mark.parametrize("kind", ["no votes", *VOTING])
+def test_any_order_at_length(kind: str) -> None:
     for seed in range(1000, 9000):
-        story(seed, Job(nodes=4, spares=2))
+        story(seed, Job(nodes=4, spares=2), **VOTING.get(kind, {}))
 
 
 def test_any_order_with_more_faults_than_a_small_job_can_bear() -> None:
@@ -143,9 +164,9 @@ def test_any_order_with_two_ranks_a_node(unit: str) -> None:
         story(seed, job)
 
 
-def checkpoints(job: Job) -> Iterator[World]:
+def checkpoints(job: Job, **of_world: Any) -> Iterator[World]:
     """The world after each event of an undisturbed run."""
-    world = World(job, TARGET)
+    world = World(job, TARGET, **of_world)
     while world.end is None:
         yield world.copy()
         choices = world.choices()
@@ -155,9 +176,10 @@ def checkpoints(job: Job) -> Iterator[World]:
             world.pass_time()
 
 
-def test_every_single_fault_at_every_moment() -> None:
+@pytest.mark.parametrize("of_world", [{}, {"shards": "abab"}, {"redo": True, "cut": [0, 1, 2, 3]}], ids=str)
+def test_every_single_fault_at_every_moment(of_world: dict[str, Any]) -> None:
     job = Job(nodes=4, spares=2)
-    for start in checkpoints(job):
+    for start in checkpoints(job, **of_world):
         for fault in possible(start, ("kill", "node", "raise")):
             world = start.copy()
             world.step(fault)
@@ -165,9 +187,9 @@ def test_every_single_fault_at_every_moment() -> None:
             judge(world, [fault])
 
 
-def explore_after(kinds: tuple[str, ...], nodes: tuple[int, ...]) -> int:
+def explore_after(kinds: tuple[str, ...], nodes: tuple[int, ...], **of_world: Any) -> int:
     """Two ranks, one spare, one fault while training: every order of deliveries, depth first."""
-    start = World(Job(nodes=2, spares=1), target=1)
+    start = World(Job(nodes=2, spares=1), target=1, **of_world)
     while start.state.stage is not Stage.RUNNING or any(node.up or node.down for node in start.nodes.values()):
         start.step(start.choices()[0])
     total = 0
@@ -179,8 +201,10 @@ def explore_after(kinds: tuple[str, ...], nodes: tuple[int, ...]) -> int:
     return total
 
 
-def test_all_interleavings_of_a_recovery() -> None:
-    assert explore_after(("node",), (1, 2)) > 1000
+@pytest.mark.parametrize("redo", [False, True])
+def test_all_interleavings_of_a_recovery(redo: bool) -> None:
+    """Steps that can be redone make the job vote."""
+    assert explore_after(("node",), (1, 2), redo=redo) > 1000
 
 
 @pytest.mark.soak

@@ -31,6 +31,13 @@ def test_an_unknown_shard_is_nobodys_where_there_are_several() -> None:
     assert shards.groups(mixed) == [[0, 2], [1], [3]]
 
 
+def test_a_shard_that_nobody_holds() -> None:
+    assert shards.extinct(MESH, [0, 1]) == []
+    assert shards.extinct(MESH, [0, 2]) == [1, 3]
+    assert shards.extinct({**MESH, 3: None}, [0, 1]) == []  # nobody knows what rank 3 held
+    assert shards.extinct({0: None, 1: None}, [1]) == []
+
+
 def test_the_rule() -> None:
     assert not shards.rule({0: "a", 1: "a"}, []).votes
     assert not shards.rule({0: "a", 1: None}, []).votes

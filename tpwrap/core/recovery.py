@@ -111,7 +111,7 @@ def decide(d: Draft) -> None:
 def _entry(state: State) -> commit.Entry:
     """No plan may enter before the last one did."""
     floor = -1 if state.plan is None else state.plan.step
-    redo = [rank for rank, view in state.ranks.items() if view.first is not None and view.first.redo]
+    redo = [rank for rank, view in state.ranks.items() if view.first and view.first.redo and not view.finished]
     return commit.choose(state.released, bool(state.votes), floor, redo)
 
 
@@ -121,13 +121,8 @@ def _hopeless(state: State, entry: commit.Entry) -> endings.Ending | None:
         return endings.nobody_left(state)
     if entry.way is None:
         return endings.over_budget(entry.stuck)
-    known = state.shards()
-    absent = [rank for rank, view in state.ranks.items() if not view.live and entry.step >= 0]
-    for rank in absent:
-        replicas = shards.replicas(rank, known, known)
-        if replicas and not any(state.ranks[other].live for other in replicas):
-            return endings.shard_lost(replicas, entry.step)
-    return None
+    lost = shards.extinct(state.shards(), state.released) if entry.step >= 0 else []
+    return endings.shard_lost(lost, entry.step) if lost else None
 
 
 def _place(d: Draft, step: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,6 +48,14 @@ def replicas(rank: int, shards: Shards, among: Iterable[int]) -> list[int]:
     filled = _filled(shards)
     own = filled[rank]
     return [] if own is None else sorted(other for other in among if filled[other] == own)
+
+
+def extinct(shards: Shards, live: Collection[int]) -> list[int]:
+    """The ranks of a shard that nobody who is live holds; empty where there is none."""
+    for ranks in groups(shards):
+        if not any(rank in live for rank in ranks) and replicas(ranks[0], shards, ranks):
+            return ranks
+    return []
 
 
 def describe(found: Sequence[Sequence[int]], votes: bool) -> str:
