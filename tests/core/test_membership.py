@@ -477,14 +477,27 @@ def test_a_shard_that_was_never_told_has_no_sources_where_there_are_several() ->
     assert (play.state.plan.step, play.state.plan.sources) == (0, {2: []})
 
 
-def test_set_up_that_comes_out_differently_the_second_time_ends_a_job_without_votes() -> None:
+def test_once_all_had_come_to_an_update_no_newcomer_enters_in_the_set_up() -> None:
+    """Survivors may not know it by themselves: subgroups need not have met yet."""
     play = with_shards(("a", "a"), step=0, spares=1)
     play.warm(1)
     play.die(1)
     play.release(-1)
+    assert play.state.plan is not None
+    assert (play.state.plan.step, play.state.plan.sources) == (0, {1: [0]})
+
+
+def test_one_that_runs_its_set_up_again_comes_to_its_first_update_again() -> None:
+    """The others must not apply updates, with the rule in hand, while it is in its set-up."""
+    play = Play(Job(nodes=2, spares=1), step=0)
+    play.say(1, m.FirstUpdate(False))
+    play.warm(1)
+    play.die(1)
+    play.release(-1)
     play.say(0, m.Resumed(1, {}, 0))
-    end = ending(play.say(1, m.SetupDone(1, [], "b")))
-    assert "rank 1 cannot be protected any further" in end.reason
+    assert sent(play.say(0, m.FirstUpdate(False)), m.Rule) == {}
+    play.say(1, m.SetupDone(1, []))
+    assert len(sent(play.say(1, m.FirstUpdate(False)), m.Rule)) == 2
 
 
 def test_redo_where_a_log_does_not_reach_back() -> None:

@@ -77,12 +77,6 @@ def shard_lost(ranks: Sequence[int], step: int) -> Ending:
     )
 
 
-def other_shard(rank: int) -> Ending:
-    """A newcomer that ran its set-up live has made something else than the rank that it replaces."""
-    reason = "the set-up of its new worker made other parameters than before; make them from one seed on all ranks"
-    return unprotected([rank], reason)
-
-
 def over_budget(ranks: Sequence[int]) -> Ending:
     """Survivors that can neither replay nor redo their step."""
     return unprotected(

@@ -405,10 +405,6 @@ def _set_up(d: Draft, rank: int, message: m.SetupDone) -> None:
     took = d.now - d.state.ranks[rank].assigned_at
     d.set(any_set_up=True, setup_seconds=max(took, d.state.setup_seconds))
     standstill.moved(d)
-    before = d.state.ranks[rank].shard
-    if d.state.votes is not None and before not in (None, message.shard):
-        d.end(*endings.other_shard(rank))
-        return
     d.put_rank(rank, step=max(0, d.state.ranks[rank].step), shard=message.shard)
     new = [name for name in message.modules if name not in d.state.modules]
     if new:

@@ -109,8 +109,8 @@ def decide(d: Draft) -> None:
 
 
 def _entry(state: State) -> commit.Entry:
-    """No plan may enter before the last one did."""
-    floor = -1 if state.plan is None else state.plan.step
+    """No plan may enter before the last one did, nor in the set-up once all had come to their first update."""
+    floor = max(-1 if state.plan is None else state.plan.step, -1 if state.votes is None else 0)
     redo = [rank for rank, view in state.ranks.items() if view.first and view.first.redo and not view.finished]
     return commit.choose(state.released, bool(state.votes), floor, redo)
 
@@ -175,6 +175,9 @@ def _plan(d: Draft, newcomers: dict[int, str]) -> None:
     for rank, worker in newcomers.items():
         take(d, rank, worker)
     not_live = [rank for rank in members if not d.state.ranks[rank].live]
+    if entry.step < 0:
+        for rank in not_live:  # they run the set-up, so they come to its end and to their first update once more
+            d.put_rank(rank, shard=None, first=None)
     keepers: dict[int, list[str]] = {}
     for rank in not_live:
         kept = [d.state.nodes[node] for node in d.state.ranks[rank].keepers]

@@ -220,7 +220,7 @@ class Rank:
     finished: bool = False
     shard: str | None = None
     """its name at the end of its set-up; None: it has not told. This and `first` are the script's, so they outlive the
-    worker that told them."""
+    worker that told them, unless the next one runs the set-up, too."""
     first: FirstUpdate | None = None
     """what it told when it came to its first update"""
     step: int = -1
