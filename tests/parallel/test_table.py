@@ -1,0 +1,63 @@
+"""The table, row by row: killed, and equal to the bit to the run that lost nothing.
+
+The rows beyond the ordinary ones are for `make soak`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Run, assert_equal
+from tests.parallel import pairwise, table
+from tests.parallel.conftest import disturbed, skip_what_is_not_here
+from tpwrap.core import events
+from tpwrap.report import compare
+
+Oracle = Callable[[pairwise.Row], Run]
+
+
+def named(cases: list[table.Case]) -> list[object]:
+    return [pytest.param(case, id=table.slug(case.row)) for case in cases]
+
+
+def check(case: table.Case, directory: Path, oracle: Oracle) -> None:
+    skip_what_is_not_here(case.configuration)
+    quiet = oracle(case.configuration)
+    updates = compare.read(quiet.results).last_step()
+    run = disturbed(directory, case.configuration, case.faults(updates))
+    victims = set(case.victims)
+    assert len(run.of(events.FaultInjected)) == len(victims), run.output[-6000:]
+    assert_equal(run, quiet, victims, case.kind.ranks)
+    for rank in victims:
+        assert run.final(rank)["pid"] != run.first_pid(rank)
+    failovers = run.of(events.JobEnded)[0].failovers
+    assert failovers == 1 or (failovers == 2 and len(victims) == 2)
+
+
+@pytest.mark.parametrize("case", named(table.cases()[: len(table.ORDINARY)]))
+def test_a_row(case: table.Case, tmp_path: Path, oracle: Oracle) -> None:
+    check(case, tmp_path, oracle)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", named(table.cases()[len(table.ORDINARY) :]))
+def test_another_row(case: table.Case, tmp_path: Path, oracle: Oracle) -> None:
+    check(case, tmp_path, oracle)
+
+
+@pytest.mark.parametrize("case", named(table.cases()[: len(table.ORDINARY)]))
+def test_tpwrap_changes_nothing(case: table.Case, oracle: Oracle, plain: Callable[[pairwise.Row], Path]) -> None:
+    assert compare.compare(plain(case.configuration), oracle(case.configuration).results) is None
+
+
+@pytest.mark.parametrize("kind", table.ALONE)
+def test_what_nobody_else_holds_is_not_healed_and_that_is_said(kind: str, tmp_path: Path, oracle: Oracle) -> None:
+    configuration = table.simple(kind)
+    assert oracle(configuration).code == 0
+    run = disturbed(tmp_path, configuration, ["rank=2 step=3 phase=collective:0 kill"])
+    assert run.code not in (0, 70), run.output[-3000:]
+    assert "rank 2" in run.output
