@@ -75,8 +75,10 @@ def tpwrap(
     options: tuple[str, ...] = (),
     command: tuple[str, ...] = (sys.executable,),
     during: Callable[[Path], None] | None = None,
+    variables: dict[str, str] | None = None,
 ) -> Run:
-    """Run a script under tpwrap. during: called once it has started, with the run directory."""
+    """Run a script under tpwrap. during: called once it has started, with the run directory. variables: of the
+    environment, beside ours."""
     results, run_dir = directory / "results", directory / "run"
     inject = [word for fault in faults for word in ("--inject", fault)]
     launcher = [sys.executable, "-m", "tpwrap", "--nodes", str(nodes), "--spares", str(spares)]
@@ -90,7 +92,7 @@ def tpwrap(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=REPOSITORY,
-            env={**environment(), MARK: str(run_dir)},
+            env={**environment(), **(variables or {}), MARK: str(run_dir)},
         )
         code = attend(process, run_dir, log, during)
     return Run(code, log.read_text(errors="replace"), results, run_dir)

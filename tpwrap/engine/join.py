@@ -11,7 +11,7 @@ from tpwrap.engine import ddp, encoding, sidecar, transfer
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.script.memory import Memory
 from tpwrap.engine.sidecar import Sidecar
-from tpwrap.engine.state import StateError, combined
+from tpwrap.engine.state import StateError
 
 if TYPE_CHECKING:
     from tpwrap.engine.runtime import Runtime
@@ -152,7 +152,7 @@ def _enter(runtime: Runtime, steps: Steps | Script, plan: Plan) -> tuple[bytes, 
     # The digests with which `restore` ended are still those of our state: this thread is the only one that works on it,
     # and since then it has built communicators, whose probes run on tensors of their own; the script's collectives have
     # all been answered offline, so no operation is left that could write.
-    digest = combined(inventory.digests, inventory.scalars)
+    digest = runtime.digests.keep(plan.step, inventory.digests, inventory.scalars)
     clock.lap("verify")
     steps.announce()
     runtime.send(Ready(plan.generation, plan.step, digest, ddp.layout(), {"script": script, **clock.laps}))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tpwrap.control.messages import Notice, Plan, Ready, Release, Released, Resume, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.engine.communicators import Aborted
-from tpwrap.engine.state import StateError, combined
+from tpwrap.engine.state import StateError
 from tpwrap.engine.transfer import Offer
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Recovery:
                 lambda: runtime.injector.at("recovery", step, "restore"),
             )
             runtime.state_server.offer(offer)
-            digest = combined(offer.digests(), offer.scalars)
+            digest = runtime.digests.keep(step, offer.digests(), offer.scalars)
         began = time.monotonic()
         runtime.injector.at("recovery", runtime.step, "rebuild")
         at_setup = runtime.communicators.all[: runtime.groups_at_setup]

@@ -16,6 +16,7 @@ from tpwrap.control.messages import (
     Bye,
     CommError,
     CoordinatorToWorker,
+    Explain,
     InjectAck,
     Look,
     Notice,
@@ -31,6 +32,7 @@ from tpwrap.control.sidecars import SETUP_STEP
 from tpwrap.core.timeouts import Timeouts
 from tpwrap.engine import _native, communicators, ddp, scalers, steps
 from tpwrap.engine.communicators import Aborted, Communicators, Poisoned
+from tpwrap.engine.digests import Digests
 from tpwrap.engine.gate import CommitGate
 from tpwrap.engine.injector import Injector
 from tpwrap.engine.link import Link
@@ -76,7 +78,7 @@ class Runtime:
         self.timeouts = timeouts
         self.state_server = state_server
         self.gate = CommitGate()
-        self.budget = int(os.environ.get("TORCHPASS_REPLAY_BUDGET_MB", "2048")) << 20
+        self.budget = int(float(os.environ.get("TORCHPASS_REPLAY_BUDGET_MB", "2048")) * (1 << 20))
         """bytes of inputs of collectives that may be kept for replay"""
         self.journal = _native.Journal(assign.world_size, self.budget, _RECORD_BYTES)
         self.communicators = Communicators(self.journal, assign.store, timeouts.ready)
@@ -97,6 +99,7 @@ class Runtime:
         """notified at every change of what this worker has been told, and of what it tells itself"""
         self.votes = Votes(self, None if assign.plan is None else assign.plan.votes)
         self.redo = Redo(self)
+        self.digests = Digests(self)
         self._plan = assign.plan
         self._resumed = -1
         self._finished = threading.Event()
@@ -183,6 +186,7 @@ class Runtime:
 
     def progress(self, step: int) -> None:
         """Runs in the training thread at every commit."""
+        self.digests.after_update(step)
         if not self.layout and step <= _LAYOUT_STEPS:
             self.layout = ddp.layout()
         now = time.monotonic()
@@ -216,6 +220,8 @@ class Runtime:
             self.publisher.drop(message.address)
         elif isinstance(message, Look):
             self.send(self._lookout.look(self.generation, self.step))
+        elif isinstance(message, Explain):
+            self.digests.explain(message.step)
         elif isinstance(message, Bye):
             self._finished.set()
 

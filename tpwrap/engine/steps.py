@@ -22,7 +22,7 @@ from tpwrap.engine.data import Origin, iterator_at
 from tpwrap.engine.script import trace
 from tpwrap.engine.shards import shard
 from tpwrap.engine.sidecar import Sidecar
-from tpwrap.engine.state import ReplicaState
+from tpwrap.engine.state import ReplicaState, loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,6 +162,11 @@ class Steps:
     def _capture(self) -> Callable[[], None]:
         """Note what a step's body changes before its update; returns what puts it back."""
         session = self._session
+        # A forward pass without a backward pass (an evaluation) leaves FSDP2's root gathered, and then the next one
+        # needs no collective; but a poisoned pass does not, and the newcomer would wait for one that never comes.
+        for module in self._model.modules():
+            if isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule")):
+                module.reshard()
         random, scalars, scale = randomness.capture(), self.state.scalars(), scalers.capture()
         buffers = {name: buffer.clone() for name, buffer in self._buffers.changed().items()}
         registered = encoding.encode({name: get() for name, (get, _) in session._registered.items()})
