@@ -156,13 +156,18 @@ class Runtime:
         """After every update of every optimizer: does anybody protect this training?"""
         if self.script is not None and self.steps is self.script:
             self.script.uncounted_update()
-        if self.steps is None and not self.unprotected:
-            self.unprotected = (
+        if self.steps is None:
+            self.unprotect(
                 "the script trains without tpwrap.session(), so there is nothing to enter a replacement at; "
                 "add `tp = tpwrap.session(model=…, optimizer=…)` and `for batch in tp.batches(loader):`"
             )
+
+    def unprotect(self, reason: str) -> None:
+        """A failure could not be healed from here on; the training goes on. The first reason stands."""
+        if not self.unprotected:
+            self.unprotected = reason
             self.journal.set_budget(0)
-            self.send(Notice("warning", f"not protected: {self.unprotected}"))
+            self.send(Notice("warning", f"not protected: {reason}"))
 
     # --- to the coordinator -----------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Gradient scalers of a script that uses the two lines: found by themselves.
 
 A scaler's scale changes after the update, by whether a gradient was infinite. A rank that has come to the end of an
-update had none, so that is what a newcomer is told. Its own gradients, on the way there, mean nothing: whether an update
-comes is what the failed rank has known.
+update had none, so that is what a newcomer is told. Its own gradients, on the way there, mean nothing: whether an
+update comes is what the failed rank has known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def install(will_update: Callable[[], bool | None]) -> None:
     original_step = torch.amp.GradScaler._maybe_opt_step
 
     @functools.wraps(original_step)
-    def maybe_step(self: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def maybe_step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         decided = will_update()
         if decided is not None:
             for found in state["found_inf_per_device"].values():

@@ -19,6 +19,17 @@ import torch.distributed as dist
 from tpwrap.engine import _native, ddp
 from tpwrap.engine.state import loaded, local
 
+FLATTENED = (
+    "FullyShardedDataParallel keeps its parameters in flat pieces that the engine cannot name; "
+    "use torch.distributed.fsdp.fully_shard (FSDP2)"
+)
+
+
+def flattened(model: torch.nn.Module) -> bool:
+    """Whether it is sharded by FSDP1."""
+    kind = loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return any(isinstance(module, kind) for module in model.modules())
+
 
 def shard(named: Iterable[tuple[str, torch.nn.Parameter]], optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """The name of this rank's shard, which holds the parameters of `named`. Call it between updates, where nobody

@@ -16,11 +16,10 @@ import torch
 
 from tpwrap.control.messages import Notice, Plan
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, encoding, join, randomness, scalers
+from tpwrap.engine import ddp, encoding, join, randomness, scalers, shards
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.data import Origin, iterator_at
 from tpwrap.engine.script import trace
-from tpwrap.engine.shards import shard
 from tpwrap.engine.sidecar import Sidecar
 from tpwrap.engine.state import ReplicaState, loaded
 
@@ -66,6 +65,8 @@ class Steps:
         self._trace = trace.Trace.begin(runtime.rank, session=True)
         runtime.attach(self)
         runtime.redo.of(self._capture)
+        if shards.flattened(model):
+            runtime.unprotect(shards.FLATTENED)
         if not runtime.live:
             self._go_offline()
         self._wrap(optimizer)
@@ -144,7 +145,7 @@ class Steps:
         runtime.injector.step_begins(0, runtime.journal)
 
     def _shard(self) -> str:
-        return self._session.shard or shard(self.state.parameters(), [self._optimizer])
+        return self._session.shard or shards.shard(self.state.parameters(), [self._optimizer])
 
     # --- redo -------------------------------------------------------------------------------------
 
@@ -271,6 +272,10 @@ class Steps:
             values |= {"tp.epoch": session.epoch, "tp.batch_index": session.batch_index}
             self._trace.commit(step, self.state.digests(), self.scalars[step], values, randomness.capture())
         self._begin_step(step)
+        if self._runtime.redo.used and self._runtime.journal.stats()["too_large"]:
+            budget = self._runtime.budget / (1 << 20)
+            text = f"the collectives of a step exceed {budget:g} MB: a failure in it is healed by running it again"
+            self._tell(text, "info")
         self._runtime.progress(step)
 
     def _begin_step(self, step: int) -> None:
@@ -337,10 +342,10 @@ class Steps:
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, level: str = "warning") -> None:
         if text not in self._told:
             self._told.add(text)
-            self._runtime.send(Notice("warning", text))
+            self._runtime.send(Notice(level, text))
 
     def _inject_hooks(self) -> None:
         """Hooks for the injector, only where a fault asks for them."""

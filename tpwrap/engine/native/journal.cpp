@@ -696,7 +696,7 @@ std::map<std::string, int64_t> Journal::stats() {
   for (auto& w : groups_) if (auto g = w.lock()) entries += static_cast<int64_t>(g->log_.size());
   return {{"mode", static_cast<int64_t>(mode_)}, {"step", step_}, {"bytes", bytes_}, {"peak_bytes", peak_},
           {"entries", entries}, {"issued", issued_}, {"bad", bad_}, {"in_flight", in_flight_},
-          {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"common_step", common_}, {"lost_step", lost_step_}, {"issued_in_step", issued_in_step_}};
+          {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"common_step", common_}, {"lost_step", lost_step_}, {"too_large", too_large_}, {"issued_in_step", issued_in_step_}};
 }
 
 }  // namespace torchpass

@@ -21,7 +21,7 @@ from tpwrap import adapters
 from tpwrap.adapters.places import Places
 from tpwrap.control.messages import Muted, Notice, Plan, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
-from tpwrap.engine import ddp, join, randomness
+from tpwrap.engine import ddp, join, randomness, shards
 from tpwrap.engine.buffers import LocalBuffers
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.scalars import optimized
@@ -38,7 +38,6 @@ from tpwrap.engine.script.slow import Moved, some
 from tpwrap.engine.script.tape import Diverged, Tape
 from tpwrap.engine.script.variables import Variables
 from tpwrap.engine.script.window import Window
-from tpwrap.engine.shards import shard
 from tpwrap.engine.state import ReplicaState, combined
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class Script:
     def _shard(self) -> str:
         # Of what is trained: ranks may well call different models beside.
         optimizers = self.regions.optimizers
-        return shard(((f"{i}/{at}", p) for i, one in enumerate(optimizers) for at, p in optimized(one)), optimizers)
+        return shards.shard(((f"{i}/{at}", p) for i, one in enumerate(optimizers) for at, p in optimized(one)), optimizers)
 
     def _extent_now(self) -> _Extent:
         regions = self.regions
@@ -356,7 +355,7 @@ class Script:
                 return self._stubbed_update(optimizer, update)
             if any(callable(argument) for argument in (*args, *kwargs.values())):
                 self.watch.closure(where(sys._getframe(2)))
-                self._unprotect("optimizer.step(closure) runs backward passes inside the update")
+                self.runtime.unprotect("optimizer.step(closure) runs backward passes inside the update")
                 return update(*args, **kwargs)
             self.window.take_off()
             number = self._applied
@@ -374,7 +373,7 @@ class Script:
                 self.regions.updated(index)
                 self._commit()
             if before is not None and before != randomness.capture():
-                self._unprotect("the optimizer draws random numbers in its update")
+                self.runtime.unprotect("the optimizer draws random numbers in its update")
             if number in WATCHED:
                 self.watch.begin_tail()
             runtime.injector.at("commit", number)
@@ -397,7 +396,7 @@ class Script:
         """An optimizer has updated: in a step that we count?"""
         if not self._updating and self._begun and self.boundary.mode is Mode.LIVE:
             self.watch.uncounted(where(sys._getframe()))
-            self._unprotect("an optimizer updates without optimizer.step() being called by the script")
+            self.runtime.unprotect("an optimizer updates without optimizer.step() being called by the script")
 
     def _commit(self) -> None:
         """The update is applied. Runs inside the commit gate."""
@@ -501,19 +500,13 @@ class Script:
 
     def model_found(self, model: torch.nn.Module) -> None:
         """A model was called for the first time."""
+        if shards.flattened(model):
+            self.runtime.unprotect(shards.FLATTENED)
         self._buffers.append(LocalBuffers(model))
         if self.runtime.injector.wants("backward"):
             parameters = [p for p in model.parameters() if p.requires_grad]
             if parameters:
                 parameters[len(parameters) // 2].register_hook(lambda _: self.at("backward"))
-
-    def _unprotect(self, reason: str) -> None:
-        """A failure could not be healed from here on; the training goes on."""
-        runtime = self.runtime
-        if not runtime.unprotected:
-            runtime.unprotected = reason
-            runtime.journal.set_budget(0)
-            runtime.send(Notice("warning", f"not protected: {reason}"))
 
     def ended(self) -> None:
         """The script has ended. A newcomer whose script ends on its way has gone another way than the failed rank."""
