@@ -37,6 +37,8 @@ class Redo:
         """the script has said what may run again"""
         self._capture: Callable[[], Callable[[], None]] = lambda: lambda: None
         self._put_back: Callable[[], None] = lambda: None
+        self._groups = 0
+        """process groups that there were at the first one"""
         self._calls: list[Callable[[], Any]] = []
         """bodies that were begun since the last commit"""
         self._open = False
@@ -55,9 +57,13 @@ class Redo:
 
     @property
     def possible(self) -> bool:
-        """False while the script is between two bodies of one step: it would have to go back; and as long as DDP would
+        """False while the script is between two bodies of one step: it would have to go back; where the pass has made
+        a process group: it would make another one, under another name than on the newcomer; and as long as DDP would
         count the poisoned pass and change its buckets."""
-        return not self._open or ((self._inside or self._loop) and ddp.may_pass_again())
+        if not self._open:
+            return True
+        made_none = len(self._runtime.communicators.all) == self._groups
+        return (self._inside or self._loop) and made_none and ddp.may_pass_again()
 
     def poison(self) -> None:
         """Make the pass end that is to be redone, if there is one."""
@@ -131,6 +137,7 @@ class Redo:
     def _begin(self, body: Callable[[], Any] | None) -> None:
         if not self._open:
             self._put_back = self._capture()
+            self._groups = len(self._runtime.communicators.all)
         self.used = True
         with self._runtime.changed:
             self._open = self._inside = True

@@ -128,8 +128,8 @@ class Script:
         runtime.injector.at("setup", SETUP_STEP)
 
     def detach(self) -> bool:
-        """The script asks for the two-line API. False if its training has begun without it; a model may have been called
-        to see what comes out."""
+        """The script asks for the two-line API. False if its training has begun without it; a model may have been
+        called to see what comes out."""
         if self._backwards or self._applied:
             return False
         self.boundary.mode = Mode.OFF
@@ -167,7 +167,8 @@ class Script:
     def _shard(self) -> str:
         # Of what is trained: ranks may well call different models beside.
         optimizers = self.regions.optimizers
-        return shards.shard(((f"{i}/{at}", p) for i, one in enumerate(optimizers) for at, p in optimized(one)), optimizers)
+        named = ((f"{i}/{place}", p) for i, one in enumerate(optimizers) for place, p in optimized(one))
+        return shards.shard(named, optimizers)
 
     def _extent_now(self) -> _Extent:
         regions = self.regions
