@@ -87,6 +87,11 @@ class _Run(click.Command):
 @click.option("--inject-file", metavar="FILE", help="Faults to inject, one a line.")
 @click.option("--strict", is_flag=True, help="End the job if anything of the script is found not to be protected.")
 @click.option(
+    "--check-every",
+    metavar="N",
+    help="Compare replicas bit by bit every N updates (default 0: only after recoveries).",
+)
+@click.option(
     "--rehearse",
     type=click.Choice(["run", "only"]),
     metavar="[=only]",

@@ -77,6 +77,8 @@ class Supervisor:
                 self.say(m.Ready(generation, self.step, self.digest, "L", {"rebuild": 0.5}))
             case m.Resume(generation):
                 self.say(m.Resumed(generation, {"replay": 0.125}, 3))
+            case m.Explain(step):
+                self.say(m.Tensors(step, {"model/w": self.digest, "model/b": "equal"}))
             case m.Bye():
                 self.exit(0)
 
@@ -236,7 +238,7 @@ def test_different_digests_end_the_job(tmp_path: Path) -> None:
 
     verdict, _ = play(tmp_path, Job(nodes=2), story)
     assert verdict.exit_code == 70
-    assert "rank 1 has other" in verdict.reason
+    assert "rank 1 (node 1) differs from rank 0 (node 0) after update 5 in model/w" in verdict.reason
 
 
 def test_a_silent_supervisor_is_lost_and_fenced(tmp_path: Path) -> None:

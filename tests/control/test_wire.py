@@ -96,6 +96,8 @@ PLAN = m.Plan(
         m.FirstUpdate(redo=True),
         m.FirstUpdate(redo=False, shard="tp0"),
         m.Released(3, 20, 0.5),
+        m.Digest(20, "ab"),
+        m.Tensors(20, {"model/w": "ab"}),
         m.Released(3, 20, 0.5, voted=True, replay_from=19),
     ],
 )
@@ -109,6 +111,7 @@ def test_what_workers_say_arrives_as_it_was(message: m.WorkerMessage) -> None:
     [
         m.Rule(votes=True),
         m.Rule(votes=False),
+        m.Explain(20),
         PLAN,
         msgspec.structs.replace(PLAN, way="replay", votes=None),
         m.Assign(3, 1, 3, {"RANK": "1"}, "h:1", 1, [], PLAN.buddies, PLAN),

@@ -350,6 +350,8 @@ class World:
                 assert w.rule in (None, votes), "another rule than before"
                 w.rule = votes
                 w.knows = w.knows or w.live
+            case m.Explain(step):
+                self.say(w, m.Tensors(step, {"w": self.shard(w)}))
             case m.Look():
                 self.say(w, self.whereabouts(w))
             case m.Bye():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tpwrap.control.messages import Ready, Released
-from tpwrap.core.commit import Impossible, choose, differ, verify
+from tpwrap.core.commit import Impossible, choose, divided, verify
 
 ALL_ALIKE = dict.fromkeys(range(6), "s")
 TWO_SHARDS: dict[int, str | None] = {0: "a", 1: "b", 2: "a", 3: "b"}
@@ -154,7 +154,9 @@ def test_where_all_vote_all_are_at_the_same_step() -> None:
     assert not verify({0: report(0, "a")}, ALL_ALIKE, at=1).agree
 
 
-def test_the_odd_ones_of_the_first_shard_that_differs() -> None:
-    assert differ({0: "x", 1: "y", 2: "x", 3: "y"}, TWO_SHARDS) == ""
-    assert differ({0: "x", 1: "y", 2: "z", 3: "y"}, TWO_SHARDS) == "rank 0 has x, rank 2 has z"
-    assert differ({1: "y", 3: ""}, TWO_SHARDS) == ""
+def test_the_first_replicas_that_differ() -> None:
+    assert divided({0: "x", 1: "y", 2: "x", 3: "y"}, TWO_SHARDS) == []
+    assert divided({0: "x", 1: "y", 2: "z", 3: "y"}, TWO_SHARDS) == [0, 2]
+    assert divided({1: "y", 3: ""}, TWO_SHARDS) == []
+    verdict = verify({0: report(7, "x"), 1: report(8, "y"), 3: report(8, "z")}, TWO_SHARDS)
+    assert (verdict.step, verdict.apart) == (8, [1, 3])

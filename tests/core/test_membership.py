@@ -286,16 +286,22 @@ def test_a_failure_while_resuming_folds_into_the_same_failover() -> None:
     assert play.state.failovers == 1
 
 
-def test_digests_that_differ_end_the_job() -> None:
-    play = Play(Job(nodes=2))
+def test_digests_that_differ_end_the_job_once_it_is_known_in_what() -> None:
+    play = Play(Job(nodes=3))
     play.warm(1)
     play.die(1)
     play.release(20)
-    play.say(0, m.Ready(1, 20, "aaaa", "", {}))
-    end = ending(play.say(1, m.Ready(1, 20, "bbbb", "", {})))
+    for rank, digest in ((0, "aaaa"), (1, "bbbb"), (2, "aaaa")):
+        actions = play.say(rank, m.Ready(1, 20, digest, "", {}))
+    assert set(sent(actions, m.Explain).values()) == {m.Explain(20)}
+    assert not sent(actions, m.Resume)
+    for rank, digest in ((0, "a"), (1, "b"), (2, "a")):
+        actions = play.say(rank, m.Tensors(20, {"model/w": digest, "model/b": "c"}))
+    end = ending(actions)
     assert end.exit_code == 70
-    assert "aaaa" in end.reason
-    assert "bbbb" in end.reason
+    assert end.reason.startswith(
+        "generation 1 cannot go on: rank 1 (node 1) differs from ranks 0, 2 after update 20 in model/w. "
+    )
 
 
 def test_the_last_survivor_lost_ends_with_75() -> None:
@@ -477,6 +483,28 @@ def test_a_shard_that_was_never_told_has_no_sources_where_there_are_several() ->
     assert (play.state.plan.step, play.state.plan.sources) == (0, {2: []})
 
 
+@pytest.mark.parametrize(("digest", "goes_on"), [("d", True), ("x", False)])
+def test_one_that_died_with_the_news_of_its_shard_makes_it_itself(digest: str, goes_on: bool) -> None:
+    play = Play(Job(nodes=3, spares=1), start=False)
+    for node in range(4):
+        play.join(node)
+        play.warm(node)
+    for rank in (0, 1):
+        play.say(rank, m.SetupDone(0, [], "a"))
+    play.see(NodeLost(2, "gone"))
+    play.release(0)
+    assert play.state.plan is not None
+    assert (play.state.plan.step, play.state.plan.sources) == (0, {2: []})
+    play.say(0, m.Ready(1, 0, "d", "", {}))
+    play.say(1, m.Ready(1, 0, "d", "", {}))
+    actions = play.say(2, m.Ready(1, 0, digest, "", {}))
+    if goes_on:
+        assert len(sent(actions, m.Resume)) == 3
+    else:
+        assert "rank 2 cannot be protected any further" in ending(actions).reason
+        assert "No update has been applied" in ending(actions).reason
+
+
 def test_once_all_had_come_to_an_update_no_newcomer_enters_in_the_set_up() -> None:
     """Survivors may not know it by themselves: subgroups need not have met yet."""
     play = with_shards(("a", "a"), step=0, spares=1)
@@ -534,6 +562,91 @@ def test_shards_are_told_in_one_line_and_those_without_replica_in_another() -> N
     (ruled,) = emitted(with_shards(("a", "a"), step=0).log, events.Ruled)
     assert story.line(ruled) is None
     assert story.full(ruled).startswith("updates wait for no vote: ")
+
+
+# --- replicas compared while they train --------------------------------------------------------------
+
+
+def tell(play: Play, step: int, digests: str) -> list[Action]:
+    for rank, digest in enumerate(digests):
+        play.say(rank, m.Digest(step, digest))
+    return play.actions
+
+
+def test_equal_digests_disturb_nobody() -> None:
+    play = with_shards()
+    assert tell(play, 21, "abab") == []
+    assert (play.state.agreed, dict(play.state.digests)) == (21, {})
+
+
+def test_a_difference_names_rank_tensor_and_step() -> None:
+    play = Play(Job(nodes=4))
+    tell(play, 24, "aaaa")
+    asked = sent(tell(play, 25, "aaba"), m.Explain)
+    assert len(asked) == 4
+    for rank in range(4):
+        play.say(rank, m.Progress(30))
+        actions = play.say(rank, m.Tensors(25, {"model/w": "xyz"[rank == 2], "model/b": "c"}))
+    end = ending(actions)
+    assert end.exit_code == 70
+    assert end.reason.startswith(
+        "rank 2 (node 2) differs from ranks 0, 1, 3 after update 25 in model/w. They were equal after update 24. "
+    )
+    assert "from a checkpoint of update 24 or before" in end.reason
+
+
+def test_of_two_replicas_nobody_is_right() -> None:
+    play = with_shards()
+    asked = sent(tell(play, 25, "abax"), m.Explain)
+    assert asked.keys() == {"n1s0w1", "n3s0w3"}  # the others are replicas of each other, and equal
+    play.say(1, m.Tensors(25, {"a": "1", "b": "1", "c": "1", "d": "1", "e": "1", "f": "1"}))
+    end = ending(play.say(3, m.Tensors(25, {"a": "2", "b": "2", "c": "2", "d": "2", "e": "2"})))
+    assert "rank 3 (node 3) differs from rank 1 (node 1) after update 25 in a, b, c, d and 2 more" in end.reason
+    assert "nothing tells which of them is right" in end.reason
+    assert "from a checkpoint of before that" not in end.reason
+    assert "from a checkpoint before that" in end.reason
+
+
+def test_who_cannot_say_more_ends_the_job_too() -> None:
+    play = Play(Job(nodes=2))
+    tell(play, 25, "ab")
+    play.say(0, m.Tensors(25, {"a": "1"}))
+    end = ending(play.say(1, m.Tensors(25, {})))
+    assert "ranks 0, 1 are replicas, but do not hold the same state after update 25" in end.reason
+
+
+def test_a_failure_or_silence_in_between_does_not_hide_it() -> None:
+    play = Play(Job(nodes=2))
+    tell(play, 25, "ab")
+    assert "do not hold the same state" in ending(play.die(1)).reason
+    play = Play(Job(nodes=2))
+    tell(play, 25, "ab")
+    assert "do not hold the same state" in ending(play.wait(60)).reason
+
+
+def test_nor_does_the_end_of_the_training() -> None:
+    play = Play(Job(nodes=2))
+    for rank, digest in enumerate("ab"):
+        play.say(rank, m.Digest(30, digest))
+        actions = play.say(rank, m.Finished(30))
+    assert not play.state.ended
+    for rank, digest in enumerate("ab"):
+        actions = play.say(rank, m.Tensors(30, {"w": digest}))
+    assert "after update 30 in w" in ending(actions).reason
+
+
+def test_steps_that_a_failed_rank_did_not_come_to_are_dropped() -> None:
+    play = Play(Job(nodes=2))
+    for step in range(21, 61):
+        play.say(0, m.Digest(step, "a"))
+    assert len(play.state.digests) == 8
+
+
+def test_ranks_know_how_often() -> None:
+    play = Play(Job(nodes=1, check_every=7), start=False)
+    play.join(0)
+    (assign,) = sent(play.warm(0), m.Assign).values()
+    assert assign.env["TORCHPASS_CHECK_EVERY"] == "7"
 
 
 # --- what moves where ------------------------------------------------------------------------------

@@ -81,6 +81,9 @@ def judge(world: World, faults: list[Choice]) -> None:
     kinds = [kind for kind, _, _ in faults]
     if not {"stop", "silence"}.intersection(kinds):
         assert world.now <= 4 * kinds.count("comm"), "waited for a deadline:\n" + told(world, faults)
+    if "came out differently" in reason:
+        assert min(map(world.shards.count, world.shards)) == 1, told(world, faults)
+        return
     if "cannot be protected" in reason:
         assert world.cut, told(world, faults)
         return

@@ -34,7 +34,7 @@ import msgspec
 
 from tpwrap.core.lint import Facts
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 Way: TypeAlias = Literal["replay", "redo"]
 
@@ -143,6 +143,20 @@ class Progress(Message, frozen=True):
     step: int
 
 
+class Digest(Message, frozen=True):
+    """Every so many updates (`--check-every`): of all that replicas share, after update `step`."""
+
+    step: int
+    digest: str
+
+
+class Tensors(Message, frozen=True):
+    """The answer to `Explain`: name -> digest, of the tensors and "scalars"; empty where they are no longer known."""
+
+    step: int
+    tensors: dict[str, str]
+
+
 class Injecting(Message, frozen=True):
     """The worker is about to inject fault `fault` and waits for `InjectAck` (so each fires once)."""
 
@@ -223,6 +237,8 @@ WorkerMessage: TypeAlias = (
     | Muted
     | Resumed
     | Progress
+    | Digest
+    | Tensors
     | Injecting
     | Failed
     | Finished
@@ -313,6 +329,12 @@ class Look(Message, frozen=True):
     """Nothing moves: say where you are (`Whereabouts`)."""
 
 
+class Explain(Message, frozen=True):
+    """Replicas differ after update `step`: say in which tensors (`Tensors`)."""
+
+    step: int
+
+
 class Bye(Message, frozen=True):
     """Every rank has finished: exit with 0."""
 
@@ -324,7 +346,9 @@ class BuddyLost(Message, frozen=True):
     address: str
 
 
-CoordinatorToWorker: TypeAlias = Plan | Assign | Rule | Release | Resume | InjectAck | Warm | Look | BuddyLost | Bye
+CoordinatorToWorker: TypeAlias = (
+    Plan | Assign | Rule | Release | Resume | InjectAck | Warm | Look | Explain | BuddyLost | Bye
+)
 
 # --- supervisor <-> coordinator ---------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ def environment(job: Job, rank: int, slot: int, store: str, run_id: str) -> dict
     strict = {"TORCHPASS_STRICT": "1"} if job.strict else {}
     return {
         **strict,
+        "TORCHPASS_CHECK_EVERY": str(job.check_every),
         "RANK": str(rank),
         "WORLD_SIZE": world,
         "LOCAL_RANK": str(slot),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tpwrap.control.messages import Ready, Released, Way
 from tpwrap.core.shards import Shards, groups, named
@@ -34,8 +34,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Verdict:
+    """step, apart: where the state of these replicas is not equal."""
+
     agree: bool
     reason: str
+    step: int = -1
+    apart: list[int] = field(default_factory=list)
 
 
 def choose(released: Mapping[int, Released], votes: bool, floor: int = -1, redo: Collection[int] = ()) -> Entry:
@@ -107,32 +111,32 @@ def verify(ready: Mapping[int, Ready], shards: Shards, at: int | None = None) ->
     if astray:
         return Verdict(False, f"{named(astray)} did not come to step {at}")
     for step in sorted({report.step for report in ready.values()}):
-        odd = differ({rank: report.digest for rank, report in ready.items() if report.step == step}, shards)
-        if odd:
-            return Verdict(False, f"model and optimizer state differ after update {step}: {odd}")
-    odd = differ({rank: report.layout for rank, report in ready.items()}, shards)
-    if odd:
-        return Verdict(False, f"gradient buckets are laid out differently: {odd}")
+        digests = {rank: report.digest for rank, report in ready.items() if report.step == step}
+        apart = divided(digests, shards)
+        if apart:
+            odd = _odd_ones_out(digests, apart)
+            return Verdict(False, f"model and optimizer state differ after update {step}: {odd}", step, apart)
+    layouts = {rank: report.layout for rank, report in ready.items()}
+    apart = divided(layouts, shards)
+    if apart:
+        return Verdict(False, f"gradient buckets are laid out differently: {_odd_ones_out(layouts, apart)}")
     compared = sum(1 for report in ready.values() if report.digest)
     return Verdict(True, f"digests of {compared} of {len(ready)} ranks were compared and agree")
 
 
-def differ(values: Mapping[int, str], shards: Shards) -> str:
-    """Replicas whose values are not equal, in words; empty where all agree. A rank with an empty one has none."""
+def divided(values: Mapping[int, str], shards: Shards) -> list[int]:
+    """The first replicas whose values are not all equal; none where all agree. Who has an empty value is left out."""
     for ranks in groups(shards):
-        odd = _odd_ones_out({rank: values[rank] for rank in ranks if values.get(rank)})
-        if odd:
-            return odd
-    return ""
+        told = [rank for rank in ranks if values.get(rank)]
+        if len({values[rank] for rank in told}) > 1:
+            return told
+    return []
 
 
-def _odd_ones_out(values: Mapping[int, str]) -> str:
-    """Who differs from the majority; empty where all are equal."""
+def _odd_ones_out(values: Mapping[int, str], ranks: list[int]) -> str:
     by_value: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(values):
+    for rank in ranks:
         by_value[values[rank]].append(rank)
-    if len(by_value) < 2:
-        return ""
     ordered = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
     return ", ".join(f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} {value[:12]}" for value, ranks in ordered)
 

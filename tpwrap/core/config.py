@@ -17,6 +17,7 @@ Unit: TypeAlias = Literal["node", "rank"]
 
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=100_000)]
 _Spares: TypeAlias = Annotated[int, Meta(ge=0, le=100_000)]
+_Updates: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 _Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 _Path: TypeAlias = Annotated[str, Meta(pattern=r"^[^\0]+$")]
 
@@ -36,6 +37,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: _Path | None = None
     coordinator: _Path | None = None
     strict: bool = False
+    check_every: _Updates = 0
     quiet: bool = False
 
 
@@ -54,6 +56,7 @@ MEANT: dict[str, str] = {
     "log_dir": "a directory",
     "coordinator": "the name of a node of the job, as Slurm calls it",
     "strict": "true or false",
+    "check_every": "a whole number of updates, for example 100; 0: only after recoveries",
     "quiet": "true or false",
 }
 """What a valid value looks like, in the words of the error message."""

@@ -77,6 +77,28 @@ def shard_lost(ranks: Sequence[int], step: int) -> Ending:
     )
 
 
+def states_differ(what: str, agreed: int) -> Ending:
+    """agreed: the newest step at which replicas were found to be equal; -1: none was."""
+    known = f". They were equal after update {agreed}" if agreed >= 0 else ""
+    until = f"of update {agreed} or before" if agreed >= 0 else "before that"
+    return (
+        INTERNAL,
+        f"{what}{known}. Either a device or its memory has computed wrongly, or the script lets replicas drift apart. "
+        f"Start the job again from a checkpoint {until}",
+        "",
+    )
+
+
+def set_up_differs(ranks: Sequence[int]) -> Ending:
+    """Newcomers of ranks that died before they had told which shard they hold: they were not served by guess."""
+    whose = "its new worker's set-up" if len(ranks) == 1 else "the set-ups of their new workers"
+    return unprotected(
+        ranks,
+        f"lost with the news of what it held, and {whose} came out differently from the other ranks'. "
+        "No update has been applied: start the job again",
+    )
+
+
 def over_budget(ranks: Sequence[int]) -> Ending:
     """Survivors that can neither replay nor redo their step."""
     return unprotected(
@@ -107,6 +129,14 @@ def without_store(state: State, cause: str) -> Ending:
         "Start the job again from its last checkpoint"
     )
     failed = next((view.failed for view in state.ranks.values() if view.failed is not None), None)
+    return (INTERNAL, reason, "") if failed is None else by_script(failed, reason)
+
+
+def not_healed(state: State, why: str) -> Ending:
+    """A failure in a job that goes on without healing."""
+    failed = next((view.failed for view in state.ranks.values() if view.failed is not None), None)
+    causes = "; ".join(f"rank {view.rank}: {view.loss.cause}" for view in state.ranks.values() if view.loss)
+    reason = f"{causes or 'a collective failed'}. This cannot be healed: {why}. Start the job again from its last checkpoint"
     return (INTERNAL, reason, "") if failed is None else by_script(failed, reason)
 
 

@@ -24,6 +24,8 @@ class Job:
     failure_timeout: float = 10.0
     strict: bool = False
     """end the job when something of the script is found not to be protected"""
+    check_every: int = 0
+    """updates after which replicas are compared, again and again; 0: only after recoveries"""
     faults: tuple[Fault, ...] = ()
     """failures to inject, for rehearsals and tests; the index is the fault's id"""
 
@@ -34,6 +36,8 @@ class Job:
             raise ValueError(f"nproc_per_node: {self.nproc_per_node} leaves no worker; give 1 or more")
         if self.spares < 0:
             raise ValueError(f"spares: {self.spares} is negative; give 0 or more")
+        if self.check_every < 0:
+            raise ValueError(f"check_every: {self.check_every} is negative; give 0 or more")
         if self.unit not in ("node", "rank"):
             raise ValueError(f"unit: {self.unit!r} is unknown; give 'node' or 'rank'")
         for fault in self.faults:

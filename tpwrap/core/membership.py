@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from tpwrap.control import messages as m
-from tpwrap.core import endings, events, exits, lint, placement, recovery, shards, standstill
+from tpwrap.core import checks, endings, events, exits, lint, placement, recovery, shards, standstill
 from tpwrap.core.arrangement import arrange
 from tpwrap.core.job import Job
 from tpwrap.core.signals import EXIT_CODES
@@ -372,6 +372,10 @@ def _rank_said(d: Draft, rank: int, message: m.WorkerMessage) -> None:
                 standstill.stepped(d)
         case m.SetupDone():
             _set_up(d, rank, message)
+        case m.Digest():
+            checks.told(d, rank, message)
+        case m.Tensors():
+            checks.explained(d, rank, message)
         case m.FirstUpdate():
             _first_update(d, rank, message)
         case m.Injecting(fault):
@@ -418,20 +422,37 @@ def _first_update(d: Draft, rank: int, message: m.FirstUpdate) -> None:
     """It waits for the rule, which is made once: when all ranks wait, or those that have failed since then have."""
     if d.state.votes is None:
         d.put_rank(rank, first=message)
+        d.set(first_update=d.now if d.state.first_update is None else d.state.first_update)
         _make_rule(d)
-    else:
-        d.send_rank(rank, m.Rule(d.state.votes))
+        return
+    if d.state.ranks[rank].first is None:
+        d.put_rank(rank, first=message)
+        _tell_unhealed(d)
+    d.send_rank(rank, m.Rule(d.state.votes))
 
 
 def _make_rule(d: Draft) -> None:
-    views = d.state.ranks.values()
-    if any(view.first is None and not view.finished for view in views):
-        return
-    firsts = {view.rank: view.first for view in views}
-    rule = shards.rule(
-        {rank: None if first is None else first.shard for rank, first in firsts.items()},
-        [rank for rank, first in firsts.items() if first is not None and first.redo],
-    )
+    if not d.state.absent():
+        d.set(votes=False)  # from now on the names of the first update count
+        _rule(d, shards.rule(d.state.shards(), d.state.can_redo()))
+
+
+def _rule_without_absent(d: Draft) -> None:
+    """Some ranks never update (they only evaluate, say), or wait for those that wait here: the job must not hang."""
+    first, limit = d.state.first_update, d.state.times.first_update
+    if d.state.votes is None and first is not None and d.now - max(first, d.state.since) > limit:
+        d.set(votes=False)
+        _rule(d, shards.without(d.state.absent(), d.state.shards(), limit))
+        _tell_unhealed(d)
+
+
+def _tell_unhealed(d: Draft) -> None:
+    why = recovery.unhealed(d.state)
+    if why is not None:
+        d.emit(events.Notice("warning", f"{why}: a failure would end the job"))
+
+
+def _rule(d: Draft, rule: shards.Rule) -> None:
     d.set(votes=rule.votes)
     d.emit(events.Ruled(rule.shards, rule.votes, rule.reason))
     d.say(f"every update waits for a vote: {rule.reason}" if rule.votes else f"no votes: {rule.reason}")
@@ -458,6 +479,8 @@ def _finished(d: Draft, rank: int, step: int) -> None:
         if d.state.votes is None:
             _make_rule(d)  # the others need not wait for one that never updates
         return
+    if d.state.doubt is not None:
+        return  # the answers will end the job
     for other in d.state.ranks:
         d.send_rank(other, m.Bye())
     d.end(0, "every rank has finished")
@@ -489,7 +512,7 @@ def _tick(d: Draft) -> None:
     if late:
         _forgive(d, lost)
         return
-    if _silent_nodes(d) or _gone_alone(d):
+    if checks.overdue(d) or _silent_nodes(d) or _gone_alone(d):
         return
     hint = d.state.hint
     if hint is not None and d.now - hint.since >= d.state.times.comm_error_grace:
@@ -503,6 +526,8 @@ def _forgive(d: Draft, lost: float) -> None:
     for node in d.state.up_nodes():
         d.put_node(node, heard=d.now)
     hint = d.state.hint
+    first = d.state.first_update
+    d.set(first_update=None if first is None else first + lost)
     d.set(since=d.state.since + lost, hint=hint and replace(hint, since=hint.since + lost))
     standstill.moved(d)
     d.say(f"the coordinator was held up for {lost:.1f} s; all deadlines start again")
@@ -554,6 +579,8 @@ def _stage_deadline(d: Draft) -> None:
     views = [d.state.ranks[rank] for rank in sorted(d.state.awaiting)]
     if d.state.stage is Stage.RUNNING:
         standstill.look(d)
+        if not d.state.ended:
+            _rule_without_absent(d)
     elif d.state.stage is Stage.RELEASING and waited > times.release:
         cause = f"it did not let go of its communicators within {times.release:g} s"
         if views:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from tpwrap.control.messages import Assign, Failed, Plan, Ready, Release, Released, Resume, Resumed
-from tpwrap.core import commit, endings, events, placement, shards
+from tpwrap.core import checks, commit, endings, events, placement, shards
 from tpwrap.core.assign import environment, faults_for
 from tpwrap.core.state import Draft, Failover, KillWorker, Loss, Node, NodeStatus, Stage, State
 
@@ -33,6 +33,9 @@ def lose(d: Draft, rank: int, loss: Loss, fence: bool, failed: Failed | None = N
 
 def begin(d: Draft, cause: str) -> None:
     """Start the next generation: everyone who holds a rank lets go of the current one."""
+    if d.state.doubt is not None:
+        checks.conclude(d)  # what goes on is known to be wrong
+        return
     if d.state.store_lost:
         d.end(*endings.without_store(d.state, cause))
         return
@@ -119,10 +122,24 @@ def _hopeless(state: State, entry: commit.Entry) -> endings.Ending | None:
     """How the job ends, where those that are left cannot go on from `entry`."""
     if not state.released:
         return endings.nobody_left(state)
+    why = unhealed(state)
+    if why is not None:
+        return endings.not_healed(state, why)
     if entry.way is None:
         return endings.over_budget(entry.stuck)
     lost = shards.extinct(state.shards(), state.released) if entry.step >= 0 else []
     return endings.shard_lost(lost, entry.step) if lost else None
+
+
+def unhealed(state: State) -> str | None:
+    """Why this job goes on without healing: the rule had to be made without ranks that did not come to an update."""
+    absent = state.absent()
+    if state.votes is not False:
+        return None
+    if absent:
+        return f"{shards.named(absent)} never came to an update, so nobody knows what a new worker would have to do"
+    needed = shards.rule(state.shards(), state.can_redo())
+    return f"some ranks came to their first update too late for a vote, but {needed.reason}" if needed.votes else None
 
 
 def _place(d: Draft, step: int) -> bool:
@@ -222,7 +239,14 @@ def ready(d: Draft, rank: int, report: Ready) -> None:
     verdict = commit.verify(d.state.ready, d.state.shards(), d.state.plan.step if d.state.votes else None)
     d.say(verdict.reason)
     if not verdict.agree:
-        d.end(70, f"generation {d.state.generation} cannot go on: {verdict.reason}")
+        cannot = f"generation {d.state.generation} cannot go on: "
+        guessed = [rank for rank in verdict.apart if d.state.ranks[rank].shard is None]
+        if guessed:
+            d.end(*endings.set_up_differs(guessed))
+        elif verdict.apart:
+            checks.doubt(d, verdict.step, verdict.apart, cannot)
+        else:
+            d.end(endings.INTERNAL, cannot + verdict.reason)
         return
     _add_timings(d, events.slowest(report.timings for report in d.state.ready.values()))
     resume(d, frozenset(d.state.ranks))

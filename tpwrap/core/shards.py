@@ -35,6 +35,12 @@ def rule(shards: Shards, redo: Iterable[int]) -> Rule:
     return Rule(False, found, "every rank is a replica of every other one, and nobody can redo a step")
 
 
+def without(absent: Sequence[int], shards: Shards, seconds: float) -> Rule:
+    """The rule of a job in which these ranks have not come to an update: a vote would wait for them for ever."""
+    have = "has" if len(absent) == 1 else "have"
+    return Rule(False, groups(shards), f"{named(absent)} {have} not come to an update within {seconds:g} s")
+
+
 def groups(shards: Shards) -> list[list[int]]:
     """The ranks of each shard, in the order of the first ones. A rank of which nothing is known is alone."""
     by_shard: dict[object, list[int]] = {}
@@ -44,16 +50,15 @@ def groups(shards: Shards) -> list[list[int]]:
 
 
 def replicas(rank: int, shards: Shards, among: Iterable[int]) -> list[int]:
-    """Those of `among` that hold the shard of `rank`; none where that cannot be known."""
-    filled = _filled(shards)
-    own = filled[rank]
-    return [] if own is None else sorted(other for other in among if filled[other] == own)
+    """Those of `among` that are known to hold the shard of `rank`."""
+    own = shards[rank]
+    return [] if own is None else sorted(other for other in among if shards[other] == own)
 
 
 def extinct(shards: Shards, live: Collection[int]) -> list[int]:
     """The ranks of a shard that nobody who is live holds; empty where there is none."""
     for ranks in groups(shards):
-        if not any(rank in live for rank in ranks) and replicas(ranks[0], shards, ranks):
+        if not any(rank in live or shards[rank] is None for rank in ranks):
             return ranks
     return []
 
@@ -87,7 +92,7 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def _filled(shards: Shards) -> dict[int, str | None]:
-    """Where all known shards are equal, every rank is taken for a replica: a rank that died with the message that
-    names its shard is hardly the one that differs."""
+    """Where all known shards are equal, every rank is taken for a replica: one that died with the message that names
+    its shard is hardly the one that differs. It gets no copy by that guess, but what its set-up makes is compared."""
     known = {shard for shard in shards.values() if shard is not None}
     return dict(shards) if len(known) > 1 else dict.fromkeys(shards, min(known, default=""))

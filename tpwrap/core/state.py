@@ -269,6 +269,18 @@ class Standstill:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Replicas were found to differ, and are asked in which tensors (`tpwrap.core.checks`)."""
+
+    step: int
+    ranks: tuple[int, ...]
+    where: str
+    """what was going on, as the first words of the ending; "" in training"""
+    since: float
+    answers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Injection:
     at: float
     rank: int
@@ -328,6 +340,8 @@ class State:
     """longest set-up of any rank so far"""
     votes: bool | None = None
     """the rule: whether every update waits for a vote; None: not every rank has come to an update yet"""
+    first_update: float | None = None
+    """since when some rank waits for the rule"""
     any_set_up: bool = False
     """some rank has been at a step boundary: there is state to lose"""
     notices: frozenset[str] = frozenset()
@@ -335,6 +349,11 @@ class State:
     """about the protection of the script"""
     weights: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     """by step: the first rank that told the digest of its weights, and the digest"""
+    digests: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+    """by step and rank, of steps for which not all ranks have told theirs"""
+    agreed: int = -1
+    """newest step at which all replicas were found to be equal"""
+    doubt: Doubt | None = None
     standstill: Standstill = Standstill(0.0)
     store_lost: bool = False
     leaving: Mapping[int, tuple[float, str]] = field(default_factory=dict)
@@ -360,6 +379,13 @@ class State:
         if self.votes is None:
             return {rank: view.shard for rank, view in self.ranks.items()}
         return {rank: None if view.first is None else view.first.shard for rank, view in self.ranks.items()}
+
+    def absent(self) -> list[int]:
+        """Ranks that have not come to an update, and may still."""
+        return [rank for rank, view in self.ranks.items() if view.first is None and not view.finished]
+
+    def can_redo(self) -> list[int]:
+        return [rank for rank, view in self.ranks.items() if view.first is not None and view.first.redo]
 
     def taken(self) -> set[Place]:
         return {rank.place for rank in self.ranks.values()}

@@ -41,6 +41,8 @@ class Timeouts:
     """a survivor must have rebuilt its communicators; it waits for the newcomers meanwhile"""
     warm: float
     """a new worker must have become warm"""
+    first_update: float
+    """ranks that have come to their first update wait for the others, to know whether the job votes"""
     join: float
     """at start: every supervisor must have connected"""
     stop_grace: float
@@ -71,6 +73,7 @@ class Timeouts:
             restore=restore,
             ready=1.2 * restore + 2 * unit,
             warm=max(_SLOWEST_WARM_UP, 12 * unit),
+            first_update=6 * unit,
             join=max(_SLOWEST_JOIN, 6 * unit),
             stop_grace=unit / 2,
         )

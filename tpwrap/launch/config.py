@@ -54,6 +54,7 @@ def make_job(settings: Settings) -> Job:
             warm=config.warm,
             failure_timeout=config.failure_timeout,
             strict=config.strict,
+            check_every=config.check_every,
             faults=tuple(faults),
         )
     except ValueError as e:
