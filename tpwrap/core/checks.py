@@ -22,6 +22,7 @@ _MOST_NAMED = 4
 
 def told(d: Draft, rank: int, message: Digest) -> None:
     """Compared once all ranks have told theirs; those of a step that a failed rank has not come to are dropped."""
+    d.put_rank(rank, step=max(message.step, d.state.ranks[rank].step))
     steps = {**d.state.digests, message.step: {**d.state.digests.get(message.step, {}), rank: message.digest}}
     mine = steps[message.step]
     if len(mine) == len(d.state.ranks):
