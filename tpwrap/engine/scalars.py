@@ -67,7 +67,9 @@ def pack_optimizer(name: str, optimizer: torch.optim.Optimizer, refused: Refused
         values = {key: state[key] for key in _shared(state)}
         shared = encoding.packed_items(values)
         _refuse(name, values, shared, refused)
-    return {"groups": groups, "entries": entries, "shared": shared, "graded": bytes(graded)}
+    # Set while a gradient scaler calls an optimizer that skips infinite gradients by itself.
+    skipped = bool(getattr(optimizer, "found_inf", 0))
+    return {"groups": groups, "entries": entries, "shared": shared, "graded": bytes(graded), "skipped": skipped}
 
 
 def restore_optimizer(name: str, optimizer: torch.optim.Optimizer, scalars: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Gradient scalers of a script that uses the two lines: found by themselves.
 
 A scaler's scale changes after the update, by whether a gradient was infinite. A rank that has come to the end of an
-update had none, so that is what a newcomer is told. Its own gradients, on the way there, mean nothing: whether an
-update comes is what the failed rank has known.
+update had none (or its optimizer skips such gradients by itself, and the replicas know), so that is what a newcomer is
+told. Its own gradients, on the way there, mean nothing: whether an update comes is what the failed rank has known.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def capture() -> list[dict[str, Any]]:
     return [scaler.state_dict() for scaler in _alive()]
 
 
-def restore(states: list[dict[str, Any]]) -> None:
-    """After an update: no gradient of it was infinite."""
+def restore(states: list[dict[str, Any]], skipped: bool = False) -> None:
+    """After an update. skipped: its gradients were infinite."""
     for scaler, state in zip(_alive(), states, strict=False):
         scaler.load_state_dict(state)
         for of_optimizer in scaler._per_optimizer_states.values():
             for found in of_optimizer["found_inf_per_device"].values():
-                found.zero_()
+                found.fill_(float(skipped))
 
 
 def put_back(states: list[dict[str, Any]]) -> None:

@@ -30,6 +30,8 @@ from tpwrap.engine.scalars import (
 __all__ = ["Entry", "ReplicaState", "StateError", "combined", "loaded", "local"]
 
 EXTRA = "extra"
+PARAMETER = ".parameter"
+"""no optimizer names an entry of its state so"""
 
 
 class Entry(NamedTuple):
@@ -73,11 +75,13 @@ class ReplicaState:
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Mapping[str, Any],
         tensors: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        known: Mapping[str, dict[str, torch.nn.Parameter]] | None = None,
     ) -> ReplicaState:
         """The state of several models and optimizers, whose names, and their order, are equal on all replicas.
 
         schedulers: objects with `state_dict` and `load_state_dict` whose state is small (schedulers, scalers).
         tensors: further replicated tensors by name, always the same objects; a newcomer's are written into.
+        known: the parameters of each model by name, from before its first forward pass; None: this is before it.
         Raises ValueError for a name that is used twice, is `extra`, or has a slash.
         """
         names = [*models, *optimizers]
@@ -85,7 +89,7 @@ class ReplicaState:
             if names.count(name) > 1 or name == EXTRA or "/" in name:
                 raise ValueError(f"{name!r} cannot name a model or an optimizer: it is used twice, reserved, or a path")
         state = cls.__new__(cls)
-        state._hold(dict(models), dict(optimizers), dict(schedulers), tensors)
+        state._hold(dict(models), dict(optimizers), dict(schedulers), tensors, known)
         return state
 
     def _hold(
@@ -94,26 +98,35 @@ class ReplicaState:
         optimizers: dict[str, torch.optim.Optimizer],
         schedulers: dict[str, Any],
         extra: Callable[[], Mapping[str, torch.Tensor]],
+        known: Mapping[str, dict[str, torch.nn.Parameter]] | None = None,
     ) -> None:
         self.models = models
         self.optimizers = optimizers
         self.schedulers = schedulers
         self._extra = extra
-        # FSDP2 puts gathered parameters in the place of its own during a forward pass; a recovery may come then.
-        self._whole = {
-            name: list(model.named_parameters())
-            for name, model in models.items()
-            if any(isinstance(one, loaded("torch.distributed.fsdp", "FSDPModule")) for one in model.modules())
-        }
+        self._known = known or {name: dict(model.named_parameters()) for name, model in models.items()}
+        sharded = loaded("torch.distributed.fsdp", "FSDPModule")
+        self._fixed = {name for name, model in models.items() if any(isinstance(m, sharded) for m in model.modules())}
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter once, by name."""
+        """Every parameter once, by name.
+
+        Those that the models had at first, because some take theirs out: FSDP2 puts gathered ones in their place during
+        a forward pass (a recovery may come then), and DDP over tensor parallelism loose tensors at the first one. Then
+        those that came later, and what optimizers update without any model showing it.
+        """
         seen: set[int] = set()
         for model_name, model in self.models.items():
-            for name, parameter in self._whole.get(model_name) or model.named_parameters():
+            now = {} if model_name in self._fixed else dict(model.named_parameters())
+            for name, parameter in (self._known[model_name] | now).items():
                 if id(parameter) not in seen:  # a wrapper and the module inside; encoders that models share
                     seen.add(id(parameter))
                     yield f"{model_name}/{name}", parameter
+        for optimizer_name, optimizer in self.optimizers.items():
+            for place, parameter in optimized(optimizer):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{optimizer_name}/{place}/{PARAMETER}", parameter
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every replicated tensor by name, in an order that is equal on all replicas."""

@@ -332,7 +332,7 @@ class Steps:
         for name, value in restored.registered.items():
             if name in self._session._registered:
                 self._session._registered[name][1](value)
-        scalers.restore(restored.scalers)
+        scalers.restore(restored.scalers, encoding.decode(scalars)["optimizers"]["optimizer"]["skipped"])
         self._offline = None
         self._runtime.journal.step = step
         self.scalars = {step: scalars}

@@ -87,6 +87,8 @@ class Script:
         """backward passes begun"""
         self._buffers: list[LocalBuffers] = []
         """of each model, in the order of their first call"""
+        self._parameters: list[dict[str, torch.nn.Parameter]] = []
+        """of each model, from before its first forward pass"""
         self._losses: list[torch.Tensor] = []
         self._published = False
         """in this step"""
@@ -180,18 +182,9 @@ class Script:
             {f"model{i}": one for i, one in enumerate(regions.models[: extent.models]) if regions.trained(one)},
             {f"optimizer{i}": one for i, one in enumerate(self.regions.optimizers[: extent.optimizers])},
             {},
-            lambda: slow | self._unowned(extent) | self._gradients(extent),
+            lambda: slow | self._gradients(extent),
+            {f"model{i}": self._parameters[i] for i, _ in enumerate(regions.models[: extent.models])},
         )
-
-    def _unowned(self, extent: _Extent) -> dict[str, torch.Tensor]:
-        """Trained parameters of modules that the script has not called (only their children, or methods)."""
-        owned = {id(p) for model in self.regions.models[: extent.models] for p in model.parameters()}
-        return {
-            f"optimizer{i}.{place}": parameter
-            for i, optimizer in enumerate(self.regions.optimizers[: extent.optimizers])
-            for place, parameter in optimized(optimizer)
-            if id(parameter) not in owned
-        }
 
     def _gradients(self, extent: _Extent) -> dict[str, torch.Tensor]:
         """Of parameters that further optimizers are about to update without another backward pass."""
@@ -504,6 +497,7 @@ class Script:
         if shards.flattened(model):
             self.runtime.unprotect(shards.FLATTENED)
         self._buffers.append(LocalBuffers(model))
+        self._parameters.append(dict(model.named_parameters()))
         if self.runtime.injector.wants("backward"):
             parameters = [p for p in model.parameters() if p.requires_grad]
             if parameters:
