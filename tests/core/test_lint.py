@@ -109,8 +109,8 @@ CASES = {
     ),
     "sharded": Case(
         {"models": (Model("Net", 5, "", "FSDP2", "train.py:40"),)},
-        "NOT protected: Net is sharded (FSDP2), so no other rank has a copy of its part (train.py:40): use "
-        "DistributedDataParallel, or write checkpoints",
+        "NOT protected: Net is sharded (FSDP2), which a script as it is cannot carry over a failure (train.py:40): add "
+        "the two lines of tpwrap.session (docs/sharded.md)",
         hopeless=True,
     ),
     "one rank": Case(

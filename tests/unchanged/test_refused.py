@@ -13,7 +13,7 @@ from tpwrap.core import events
 
 REASONS = {
     "lbfgs": ("lbfgs.py:28", "call backward() before optimizer.step()"),
-    "fsdp": ("is sharded (FSDP2)", "use DistributedDataParallel"),
+    "fsdp": ("is sharded (FSDP2)", "add the two lines"),
     "large_outputs": ("`large_outputs.py:step/outputs` (2.1 MB)", "compute what you need of it before backward()"),
     "local_norm": ("local_norm.py:27", "read it before backward(), or after optimizer.step()"),
     "gradients_after_step": ("gradients_after_step.py:27", "read it before optimizer.step()"),

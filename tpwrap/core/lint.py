@@ -187,8 +187,8 @@ def _sharded(facts: Facts) -> Iterator[Finding]:
         if model.sharded:
             yield Finding(
                 "unprotected", f"sharded {model.name}",
-                f"{model.name} is sharded ({model.sharded}), so no other rank has a copy of its part", model.where,
-                "use DistributedDataParallel, or write checkpoints",
+                f"{model.name} is sharded ({model.sharded}), which a script as it is cannot carry over a failure",
+                model.where, "add the two lines of tpwrap.session (docs/sharded.md)",
             )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a strided tensor in row-major order, any device, any dtype."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    """The elements of a strided tensor in row-major order, any device, any dtype; of a DTensor those that are here."""
+    flat = getattr(tensor, "_local_tensor", tensor).detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
@@ -85,7 +85,8 @@ def _pack(value: Any, where: _Place) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise TypeError(f"{_spell(where)}: a {value.layout} tensor cannot be encoded; register a dense one")
-        return _extension(_TENSOR, dtype_name(value.dtype), list(value.shape), tensor_bytes(value))
+        piece = getattr(value, "_local_tensor", value)
+        return _extension(_TENSOR, dtype_name(piece.dtype), list(piece.shape), tensor_bytes(piece))
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype.hasobject:

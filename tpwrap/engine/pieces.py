@@ -7,6 +7,7 @@ tensor twice.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,26 @@ _HEAD = 16
 _ALIGNED = 16
 """bytes; the largest element"""
 
+_view_of_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_WRITABLE = 0x200
+"""PyBUF_WRITE"""
+
+
+class Piece(NamedTuple):
+    name: str
+    """of its tensor"""
+    offset: int
+    nbytes: int
+
+
+class Bytes(NamedTuple):
+    """The same memory twice: for torch, and for sockets."""
+
+    tensor: torch.Tensor
+    view: memoryview
+
 
 class Scratch:
     """Memory for the pieces of a batch that have none of their own, the same for one batch after the other."""
@@ -35,20 +56,13 @@ class Scratch:
         """What was taken is not needed any more."""
         self._used = 0
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> Bytes:
         if self._used + nbytes > len(self._memory):
             self._memory = torch.empty(max(nbytes, PIECE + _ALIGNED * MOST), dtype=torch.uint8, device="cpu")
             self._used = 0
         taken = self._memory[self._used : self._used + nbytes]
         self._used += -(-nbytes // _ALIGNED) * _ALIGNED
-        return taken
-
-
-class Piece(NamedTuple):
-    name: str
-    """of its tensor"""
-    offset: int
-    nbytes: int
+        return Bytes(taken, _view(taken))
 
 
 class Pieces:
@@ -56,45 +70,53 @@ class Pieces:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], size: int | None = None) -> None:
         self.size = size or PIECE
-        self.all = [piece for name in sorted(tensors) for piece in _cut(name, tensors[name], self.size)]
+        self.all: list[Piece] = []
         self._tensors = dict(tensors)
-        self._own = {name: _own_bytes(tensor) for name, tensor in tensors.items()}
+        self._own: list[Bytes | None] = []
+        """by piece: its memory, where that is the tensor's"""
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            nbytes = tensor.nbytes
+            step = max(self.size - self.size % tensor.itemsize, tensor.itemsize)
+            offsets = range(0, nbytes, step)
+            self.all += [Piece(name, offset, min(step, nbytes - offset)) for offset in offsets]
+            if _is_plain(tensor):
+                parts = [tensor] if len(offsets) == 1 else tensor.view(-1).split(step // tensor.itemsize)
+                self._own += [Bytes(part, _view(part)) for part in parts if nbytes]
+            else:
+                self._own += [None] * len(offsets)
 
-    def room(self, n: int, scratch: Scratch) -> torch.Tensor:
-        """Bytes on the CPU for piece `n`: the tensor's own memory where possible."""
-        name, offset, nbytes = self.all[n]
-        own = self._own[name]
-        if own is None:
-            return scratch.take(nbytes)
-        return own if len(own) == nbytes else own[offset : offset + nbytes]
+    def room(self, n: int, scratch: Scratch) -> Bytes:
+        """Memory on the CPU for piece `n`: the tensor's own where possible."""
+        return self._own[n] or scratch.take(self.all[n].nbytes)
 
-    def load(self, n: int, room: torch.Tensor) -> torch.Tensor:
+    def load(self, n: int, room: Bytes) -> Bytes:
         """Put piece `n` into its `room` (own memory holds it already), and return that."""
         for part, place in self._apart(n, room):
             place.copy_(part)
         return room
 
-    def store(self, n: int, room: torch.Tensor) -> None:
+    def store(self, n: int, room: Bytes) -> None:
         """Put into the tensor what its `room` was filled with."""
         for part, place in self._apart(n, room):
             part.copy_(place)
 
-    def read(self, numbers: Sequence[int], scratch: Scratch) -> list[torch.Tensor]:
+    def read(self, numbers: Sequence[int], scratch: Scratch) -> list[Bytes]:
         """The bytes of a batch on the CPU: not to be written to, and good until `scratch` is used again."""
         scratch.clear()
         return [self.load(n, self.room(n, scratch)) for n in numbers]
 
     def head(self, n: int) -> bytes:
         """The first bytes of piece `n`: pieces with different heads are different."""
-        name, offset, nbytes = self.all[n]
-        own = self._own[name]
+        own = self._own[n]
         if own is not None:
-            return own[offset : offset + min(nbytes, _HEAD)].numpy().tobytes()
+            return own.view[:_HEAD].tobytes()
+        name, offset, _ = self.all[n]
         tensor = self._tensors[name]
         first = offset // tensor.itemsize
         (element,) = _parts(tensor, first, first + 1)
         copied = torch.empty(1, dtype=tensor.dtype, device="cpu").copy_(element.view(1))
-        return copied.view(torch.uint8).numpy().tobytes()
+        return _view(copied).tobytes()
 
     def batches(self, numbers: Sequence[int] | None = None) -> Iterator[list[int]]:
         """`numbers` (all of them), in rows of about the size of a piece."""
@@ -117,13 +139,13 @@ class Pieces:
             found[piece.name].append(digests[n])
         return {name: of[0] if len(of) == 1 else _joined(of) for name, of in found.items()}
 
-    def _apart(self, n: int, room: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _apart(self, n: int, room: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Where piece `n` is no memory of its own: (part of the tensor, its place in `room`), all of them."""
-        name, offset, nbytes = self.all[n]
-        if self._own[name] is not None:
+        if self._own[n] is not None:
             return
+        name, offset, nbytes = self.all[n]
         tensor = self._tensors[name]
-        elements = room.view(tensor.dtype)
+        elements = room.tensor.view(tensor.dtype)
         at = 0
         with torch.no_grad():
             for part in _parts(tensor, offset // tensor.itemsize, (offset + nbytes) // tensor.itemsize):
@@ -137,21 +159,24 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     found: dict[int, str] = {}
     scratch = Scratch()
     for batch in pieces.batches():
-        found.update(zip(batch, _native.digests(pieces.read(batch, scratch)), strict=True))
+        found.update(zip(batch, digests_of(pieces.read(batch, scratch)), strict=True))
     return pieces.by_tensor(found)
 
 
-def _cut(name: str, tensor: torch.Tensor, size: int) -> Iterator[Piece]:
-    nbytes, step = tensor.nbytes, max(size - size % tensor.itemsize, tensor.itemsize)
-    for offset in range(0, nbytes, step):
-        yield Piece(name, offset, min(step, nbytes - offset))
+def digests_of(data: Sequence[Bytes]) -> list[str]:
+    return _native.digests([bytes_.tensor for bytes_ in data])
 
 
-def _own_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor, where that is its elements one after the other."""
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # sizes of 1 have any stride
-    return None
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is its elements one after the other."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor whose elements lie one after the other; good as long as the tensor is."""
+    # Not tensor.numpy(): that knows fewer types, and takes ten times as long, which counts with many small tensors.
+    view: memoryview = _view_of_memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+    return view
 
 
 def _parts(tensor: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:

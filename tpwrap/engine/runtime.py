@@ -162,12 +162,14 @@ class Runtime:
                 "add `tp = tpwrap.session(model=…, optimizer=…)` and `for batch in tp.batches(loader):`"
             )
 
-    def unprotect(self, reason: str) -> None:
-        """A failure could not be healed from here on; the training goes on. The first reason stands."""
+    def unprotect(self, reason: str, told: bool = False) -> None:
+        """A failure could not be healed from here on; the training goes on. The first reason stands. told: the user
+        knows already."""
         if not self.unprotected:
             self.unprotected = reason
             self.journal.set_budget(0)
-            self.send(Notice("warning", f"not protected: {reason}"))
+            if not told:
+                self.send(Notice("warning", f"not protected: {reason}"))
 
     # --- to the coordinator -----------------------------------------------------------------------
 

@@ -31,6 +31,11 @@ def flattened(model: torch.nn.Module) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
 
 
+def sharded(model: torch.nn.Module) -> bool:
+    """Whether ranks are known to hold different pieces of it."""
+    return flattened(model) or any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+
+
 def shard(named: Iterable[tuple[str, torch.nn.Parameter]], optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """The name of this rank's shard, which holds the parameters of `named`. Call it between updates, where nobody
     changes them."""

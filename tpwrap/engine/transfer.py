@@ -24,12 +24,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from tpwrap.control.sidecars import dial, receive, receive_exactly, send
-from tpwrap.engine import _native
 from tpwrap.engine import pieces as in_pieces
-from tpwrap.engine.pieces import MOST, Pieces, Scratch
+from tpwrap.engine.pieces import MOST, Bytes, Pieces, Scratch, digests_of
 from tpwrap.engine.state import Entry, ReplicaState, StateError
 
 T = TypeVar("T")
@@ -39,6 +37,10 @@ _PATIENCE = 60.0
 """seconds that a request waits for its offer; the newcomer itself gives up earlier"""
 _LOOK_PERIOD = 0.05
 """seconds between looks at whether to go on waiting"""
+_STREAMS = 2
+"""connections to a source: while what came over one is digested, the other one moves"""
+_MOST_STREAMS = 16
+"""connections to all sources; further sources are in reserve"""
 _AHEAD = 2
 """batches that a source is asked for at a time: while one is on its way, the next is being read"""
 
@@ -97,7 +99,7 @@ class Offer:
         pieces = self._pieces
         return Listing(self.manifest, self.scalars, pieces.size, [pieces.head(n) for n in range(len(pieces.all))])
 
-    def read(self, numbers: list[int], scratch: Scratch) -> tuple[list[torch.Tensor], list[str]]:
+    def read(self, numbers: list[int], scratch: Scratch) -> tuple[list[Bytes], list[str]]:
         """The bytes of pieces and their digests, which are taken once for every newcomer that asks and for this rank's
         own report. Nothing writes to the state as long as the offer stands: the commit gate was closed, and any running
         update was over, before the plan came, and the gate opens only after all have reported. If something else did
@@ -107,7 +109,7 @@ class Offer:
         with self._digesting:
             new = {n: bytes_ for n, bytes_ in zip(numbers, data, strict=True) if n not in self._digests}
             if new:
-                self._digests.update(zip(new, _native.digests(list(new.values())), strict=True))
+                self._digests.update(zip(new, digests_of(list(new.values())), strict=True))
             return data, [self._digests[n] for n in numbers]
 
     def digests(self) -> dict[str, str]:
@@ -210,7 +212,7 @@ class StateServer:
 def _serve_pieces(connection: socket.socket, offer: Offer, want: list[tuple[int, str]], scratch: Scratch) -> None:
     data, digests = offer.read([n for n, _ in want], scratch)
     views = [memoryview(_framed(msgspec.msgpack.encode(digests)))]
-    views += [_view(d) for d, (_, theirs), mine in zip(data, want, digests, strict=True) if theirs != mine]
+    views += [d.view for d, (_, theirs), mine in zip(data, want, digests, strict=True) if theirs != mine]
     if offer.at_serving is not None:
         half = len(views[-1]) // 2
         _send_all(connection, [*views[:-1], views[-1][:half]])
@@ -344,8 +346,8 @@ class _Restore:
         self._timeout = timeout
         self._patience = timeout / 10
         self._aborted = aborted
-        self._free = deque(sources)
-        """nobody asks them now, and they are not known to be lost"""
+        self._free = deque(sources * _STREAMS)
+        """those that are not asked now and not known to be lost, as often as they may be asked at a time"""
         self._counting = threading.Lock()
         self._lost: OSError = ConnectionError("no source is left")
         self._failure: BaseException | None = None
@@ -366,7 +368,7 @@ class _Restore:
         self._heard = time.monotonic()
         threads = [
             threading.Thread(target=self._pull, args=(work, pieces, alike), name="torchpass-pull", daemon=True)
-            for _ in range(min(len(self._free), len(batches)))
+            for _ in range(min(len(self._free), len(batches), _MOST_STREAMS))
         ]
         for thread in threads:
             thread.start()
@@ -401,7 +403,7 @@ class _Restore:
                     asked.append((batch, held))
                     equal = [n for n in batch.numbers if n in alike]
                     if equal:
-                        held.update(zip(equal, _native.digests(pieces.read(equal, scratch)), strict=True))
+                        held.update(zip(equal, digests_of(pieces.read(equal, scratch)), strict=True))
                     self._ask(connection, list(held.items()))
                 if not asked:
                     return
@@ -420,11 +422,11 @@ class _Restore:
         promised = dict(zip(held, _promises.decode(self._frame(connection, patience)), strict=True))
         scratch.clear()
         rooms = {n: pieces.room(n, scratch) for n in held if promised[n] != held[n]}
-        self._fill(connection, [_view(room) for room in rooms.values()], patience)
+        self._fill(connection, [room.view for room in rooms.values()], patience)
         for n, room in rooms.items():
             pieces.store(n, room)
         # Of what the tensors hold now, not of what has come.
-        arrived = _native.digests([pieces.load(n, room) for n, room in rooms.items()])
+        arrived = digests_of([pieces.load(n, room) for n, room in rooms.items()])
         for n, digest in zip(rooms, arrived, strict=True):
             if promised[n] != digest:
                 raise StateError(f"{pieces.all[n].name} was received with another digest than it has at its source")
@@ -524,11 +526,6 @@ def _ask(connection: socket.socket, request: Request, timeout: float, aborted: C
 
 def _framed(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
-
-
-def _view(data: torch.Tensor) -> memoryview:
-    view: memoryview = data.numpy().data
-    return view
 
 
 def _send_all(connection: socket.socket, views: list[memoryview] | list[bytes]) -> None:

@@ -123,7 +123,7 @@ class Watch:
                 large=tuple(Large(path, size) for path, size in script.variables.lost.items()),
                 threads=facts.threads(self._threads),
                 closures=tuple(self._closures),
-                weights=script.digest_of_weights() if step == 1 else "",
+                weights=script.digest_of_weights() if step == 1 and not script.sharded else "",
                 others=tuple(self._others()),
             )
             runtime.send(Protection(found))

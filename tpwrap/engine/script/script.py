@@ -71,6 +71,8 @@ class Script:
         self.scalars: dict[int, bytes] = {}
         """encoded scalars as of the newest two updates"""
         self.in_scaler = False
+        self.sharded = False
+        """ranks hold different pieces of a model"""
         self._updating = False
         self.tape = Tape()
         self.boundary = Boundary(self.tape, self._give_up)
@@ -494,8 +496,10 @@ class Script:
 
     def model_found(self, model: torch.nn.Module) -> None:
         """A model was called for the first time."""
-        if shards.flattened(model):
-            self.runtime.unprotect(shards.FLATTENED)
+        if shards.sharded(model):
+            self.sharded = True  # the first lines of the run say it
+            reason = "the model is sharded: add the two lines of tpwrap.session (docs/sharded.md)"
+            self.runtime.unprotect(reason, told=True)
         self._buffers.append(LocalBuffers(model))
         self._parameters.append(dict(model.named_parameters()))
         if self.runtime.injector.wants("backward"):
