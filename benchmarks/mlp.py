@@ -1,4 +1,5 @@
-"""The training script of the benchmarks: a DDP multilayer perceptron that runs the same under tpwrap and torchrun.
+"""The training script of the benchmarks: a multilayer perceptron that runs the same under tpwrap and torchrun, with DDP
+or HSDP (FSDP2 on a mesh of 2 x 2).
 
 Every rank writes a line `step time` to OUT/times<rank>.txt when an update is applied (seconds since the epoch),
 and at the end the CPU milliseconds it took per step to OUT/cpu<rank>.txt. Under
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from benchmarks.model import batches, network
@@ -25,6 +28,14 @@ KILLED = 1
 """the rank that dies"""
 WARM_UP = 20
 """steps that do not count"""
+
+
+def sharded(net: torch.nn.Sequential) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    for module in net:
+        if isinstance(module, torch.nn.Linear):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 def main() -> None:
@@ -36,13 +47,15 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--checkpoint-every", type=int, default=0, help="0: never")
     parser.add_argument("--kill-step", type=int, default=-1)
+    parser.add_argument("--hsdp", action="store_true", help="shard over two ranks, replicate over two pairs")
+    parser.add_argument("--redo", action="store_true", help="steps are run again after a failure if they do not fit")
     parser.add_argument("--as-is", action="store_true", help="without the two lines")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     args.out.mkdir(parents=True, exist_ok=True)
     net = network(args.width, args.layers)
-    model = DDP(net)
+    model = sharded(net) if args.hsdp else DDP(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     done = 0
     checkpoint = args.out / "checkpoint.pt"
@@ -69,11 +82,17 @@ def main() -> None:
         numbers = tp.batches(numbers)
     cpu = 0.0
     log = os.open(args.out / f"times{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for batch in numbers:
+
+    def train(batch: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss = (model(batch) - batch).pow(2).mean()
         loss.backward()
         optimizer.step()
+
+    if args.redo:
+        train = tp.step(train)
+    for batch in numbers:
+        train(batch)
         step = step + 1 if args.as_is else done + tp.updates
         os.write(log, f"{step} {time.time()!r}\n".encode())
         if step - done == WARM_UP:

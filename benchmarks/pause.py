@@ -32,6 +32,8 @@ from benchmarks.running import RANKS, step_times, under_torchft, under_torchrun,
 from tpwrap.core import events
 
 KILL_STEP = 70
+KINDS = (("rank", 0, ()), ("node", 1, ()), ("hsdp", 0, ("--hsdp",)))
+"""name, spare nodes, arguments of the script"""
 ARGUMENTS = ["--steps", "110"]
 
 
@@ -47,8 +49,10 @@ def pause_and_back(out: Path, killed: float) -> tuple[float, float]:
     return resumed - killed, next(when for step, when in times[at + 1 :] if step > furthest) - killed
 
 
-def tpwrap_run(out: Path, fault: str, spares: int) -> tuple[tuple[float, float], dict[str, float]]:
-    under_tpwrap("mlp.py", out, ARGUMENTS, [fault], spares)
+def tpwrap_run(
+    out: Path, fault: str, spares: int, more: tuple[str, ...] = ()
+) -> tuple[tuple[float, float], dict[str, float]]:
+    under_tpwrap("mlp.py", out, [*ARGUMENTS, *more], [fault], spares)
     found = [events.from_line(line) for line in (out / "run" / "events.jsonl").read_text().splitlines()]
     killed = next(when for when, event in found if isinstance(event, events.FaultInjected))
     finished = next(event for _, event in found if isinstance(event, events.FailoverFinished))
@@ -85,15 +89,15 @@ def main() -> None:
     if args.torchft_python and not has_torchft(args.torchft_python):
         parser.error(f"--torchft-python: {args.torchft_python} cannot import torchft; --help tells how to install it")
     console = Console()
-    pauses: dict[str, list[tuple[float, float]]] = {"rank": [], "node": [], "torchrun": []}
-    stages: dict[str, list[dict[str, float]]] = {"rank": [], "node": []}
+    pauses: dict[str, list[tuple[float, float]]] = {"rank": [], "node": [], "hsdp": [], "torchrun": []}
+    stages: dict[str, list[dict[str, float]]] = {kind: [] for kind, _, _ in KINDS}
     lost: list[dict[str, int]] = []
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         for pair in track(range(pairs), "paired runs", console=console):
-            for kind, spares in (("rank", 0), ("node", 1)):
-                fault = f"{kind}=1 step={KILL_STEP} phase=backward kill"
-                pause, by_stage = tpwrap_run(root / f"{kind}{pair}", fault, spares)
+            for kind, spares, more in KINDS:
+                fault = f"{'node' if kind == 'node' else 'rank'}=1 step={KILL_STEP} phase=backward kill"
+                pause, by_stage = tpwrap_run(root / f"{kind}{pair}", fault, spares, more)
                 pauses[kind].append(pause)
                 stages[kind].append(by_stage)
             pauses["torchrun"].append(torchrun_run(root / f"torchrun{pair}"))
@@ -106,9 +110,10 @@ def main() -> None:
     names = {
         "rank": "tpwrap, a rank",
         "node": "tpwrap, a node (1 spare)",
+        "hsdp": "tpwrap, a rank of HSDP",
         "torchrun": "torchrun --max-restarts 3, a rank",
     }
-    redone = {"rank": "0", "node": "0", "torchrun": str(KILL_STEP - 50)}
+    redone = {"rank": "0", "node": "0", "hsdp": "0", "torchrun": str(KILL_STEP - 50)}
     batches = dict.fromkeys(names, "0")
     if lost:
         names["torchft"] = "torchft, a replica group"
@@ -119,13 +124,14 @@ def main() -> None:
         pause, back = ([one[i] for one in pauses[kind]] for i in (0, 1))
         table.add_row(name, spread(pause), spread(back), redone[kind], batches[kind])
     console.print(table)
-    for kind in ("rank", "node"):
-        for other in sorted(pauses.keys() - {"rank", "node"}, reverse=True):
+    ours = [kind for kind, _, _ in KINDS]
+    for kind in ours:
+        for other in sorted(pauses.keys() - set(ours), reverse=True):
             ratios = [mine[0] / theirs[0] for mine, theirs in zip(pauses[kind], pauses[other], strict=True)]
             console.print(f"pause, tpwrap ({kind}) / {other}, pair by pair: {spread(ratios)}")
-    table = Table("stage, ms", "a rank", "a node", title="tpwrap's pause by stage, medians")
+    table = Table("stage, ms", *(names[kind].removeprefix("tpwrap, ") for kind in ours), title="tpwrap's pause by stage, medians")
     for stage in stages["rank"][0]:
-        medians = [1000 * statistics.median(s[stage] for s in stages[kind]) for kind in ("rank", "node")]
+        medians = [1000 * statistics.median(s[stage] for s in stages[kind]) for kind in ours]
         table.add_row(stage, *(f"{ms:.0f}" for ms in medians))
     console.print(table)
 
