@@ -394,6 +394,34 @@ def test_nobody_waits_for_a_rank_that_has_finished_without_an_update() -> None:
     assert len(sent(play.say(1, m.Finished(0)), m.Rule)) == 2
 
 
+def test_nobody_waits_for_ever_for_ranks_that_do_not_update_but_their_loss_ends_the_job() -> None:
+    play = Play(Job(nodes=3), step=0)
+    for rank in (0, 1):
+        play.say(rank, m.FirstUpdate(False))
+    actions = play.wait(play.state.times.first_update + 1)
+    assert set(sent(actions, m.Rule).values()) == {m.Rule(votes=False)}
+    (notice,) = emitted(actions, events.Notice)
+    assert "rank 2 never came to an update" in notice.text
+    play.die(2)
+    assert "This cannot be healed: rank 2 never came to an update" in ending(play.release(20)).reason
+
+
+@pytest.mark.parametrize(("names", "healed"), [(("a", "a"), True), (("a", "b"), False)])
+def test_one_that_was_only_late_is_healed_where_no_votes_are_needed(names: tuple[str, str], healed: bool) -> None:
+    play = Play(Job(nodes=2, spares=1), step=0)
+    play.say(0, m.FirstUpdate(False, names[0]))
+    play.wait(play.state.times.first_update + 1)
+    assert sent(play.say(1, m.FirstUpdate(False, names[1])), m.Rule) == {"n1s0w1": m.Rule(votes=False)}
+    play.warm(1)
+    play.die(1)
+    actions = play.release(1)
+    if healed:
+        assert play.state.plan is not None
+        assert (play.state.plan.step, play.state.plan.sources) == (1, {1: [0]})
+    else:
+        assert "too late for a vote" in ending(actions).reason
+
+
 def test_a_newcomer_is_served_by_replicas_of_its_shard_and_all_roll_forward() -> None:
     play = with_shards()
     play.warm(1)

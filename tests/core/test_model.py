@@ -81,6 +81,10 @@ def judge(world: World, faults: list[Choice]) -> None:
     kinds = [kind for kind, _, _ in faults]
     if not {"stop", "silence"}.intersection(kinds):
         assert world.now <= 4 * kinds.count("comm"), "waited for a deadline:\n" + told(world, faults)
+    if "to an update, so nobody knows" in reason or "too late for a vote" in reason:
+        assert world.stop_seen_after > world.state.times.first_update, told(world, faults)
+        assert "stop" in [kind for kind, _, _ in faults], told(world, faults)
+        return
     if "came out differently" in reason:
         assert min(map(world.shards.count, world.shards)) == 1, told(world, faults)
         return

@@ -136,7 +136,10 @@ def not_healed(state: State, why: str) -> Ending:
     """A failure in a job that goes on without healing."""
     failed = next((view.failed for view in state.ranks.values() if view.failed is not None), None)
     causes = "; ".join(f"rank {view.rank}: {view.loss.cause}" for view in state.ranks.values() if view.loss)
-    reason = f"{causes or 'a collective failed'}. This cannot be healed: {why}. Start the job again from its last checkpoint"
+    reason = (
+        f"{causes or 'a collective failed'}. This cannot be healed: {why}. "
+        "Start the job again from its last checkpoint"
+    )
     return (INTERNAL, reason, "") if failed is None else by_script(failed, reason)
 
 
