@@ -28,7 +28,7 @@ __all__ = ["undisturbed"]
 
 
 def disturbed(directory: Path, configuration: pairwise.Row, faults: list[str] | tuple[str, ...] = ()) -> Run:
-    kind = (facts.KINDS | facts.ALONE)[configuration["kind"]]
+    kind = (facts.KINDS | facts.UNHEALED)[configuration["kind"]]
     return tpwrap(directory, [str(SCRIPT), *table.arguments(configuration)], faults, nodes=kind.ranks)
 
 
@@ -42,7 +42,7 @@ def oracle(undisturbed: Callable[..., Run]) -> Callable[[pairwise.Row], Run]:
     """The undisturbed run of a configuration, made once for all test processes."""
 
     def get(configuration: pairwise.Row) -> Run:
-        kind = (facts.KINDS | facts.ALONE)[configuration["kind"]]
+        kind = (facts.KINDS | facts.UNHEALED)[configuration["kind"]]
         script = [str(SCRIPT), *table.arguments(configuration)]
         return undisturbed(f"parallel-{table.slug(configuration)}", script, nodes=kind.ranks)
 

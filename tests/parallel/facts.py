@@ -40,7 +40,6 @@ KINDS: dict[str, Kind] = {
     "held_after": Kind("by_hand"),
     "held_before": Kind("by_hand"),
     "hsdp": Kind("fully_sharded", _COLUMNS),
-    "fsdp1_hybrid": Kind("fully_sharded", _COLUMNS),
     "tp": Kind("tensor", _COLUMNS),
     "tp_sequence": Kind("tensor", _COLUMNS),
     "tp_ddp": Kind("tensor", _COLUMNS),
@@ -55,13 +54,12 @@ KINDS: dict[str, Kind] = {
     "pp_tp_dp": Kind("mixes", ((0, 2), (1, 3), (4, 6), (5, 7))),
 }
 
-ALONE: dict[str, Kind] = {
+UNHEALED: dict[str, Kind] = {
     "fsdp2": Kind("fully_sharded", ((0,), (1,), (2,), (3,))),
     "zero": Kind("replicated", ((0,), (1,), (2,), (3,))),
+    "fsdp1_hybrid": Kind("fully_sharded", _COLUMNS),
 }
-"""Each rank holds what no other one does: not in the table, since a failure is not healed."""
-
-STEPS = 8
+"""Not in the table: each rank holds what no other one does, or (FSDP1) hides what it holds."""
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "kind": tuple(KINDS),
@@ -124,11 +122,7 @@ def several_tensors_at_once_are_of_one_sort(row: Row) -> bool:
 
 def a_norm_is_of_all_parts(row: Row) -> bool:
     """Plain partitions clipped by the norm of one part would let whole parameters drift apart."""
-    return row["kind"] in ("megatron", "ep") and row["extra"] == "clip"
-
-
-def flat_parameters_are_in_one_group(row: Row) -> bool:
-    return row["kind"] == "fsdp1_hybrid" and row["extra"] in ("late_group", "spectral")
+    return row["kind"] in ("megatron", "ep", "tp_ddp") and row["extra"] == "clip"
 
 
 def the_schedule_wraps_its_own_passes(row: Row) -> bool:
@@ -159,7 +153,6 @@ RULES: tuple[Callable[[Row], bool], ...] = (
     zero_averages_nothing_late,
     several_tensors_at_once_are_of_one_sort,
     a_norm_is_of_all_parts,
-    flat_parameters_are_in_one_group,
     the_schedule_wraps_its_own_passes,
     stages_draw_differently,
     a_list_of_stages_has_no_forward,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-EPOCHS, WINDOWS = 2, 4
+EPOCHS, WINDOWS = 2, 5
 """a window is what leads to one update (or to none, where a scaler skips it): one batch, or several"""
 BATCH, LENGTH, WIDTH, HIDDEN, CLASSES = 4, 4, 6, 8, 5
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -194,25 +194,22 @@ def scheduler(options: Options, optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Average:
-    """A moving average of this rank's part of the parameters, by name: DDP over a mesh changes their order."""
+    """A moving average of this rank's part of the parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.values = {name: value.clone() for name, value in self._now().items()}
-
-    def _now(self) -> dict[str, torch.Tensor]:
-        return {name: local(parameter).detach() for name, parameter in self._model.named_parameters()}
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.values = [local(parameter).detach().clone() for parameter in parameters]
 
     def update(self) -> None:
-        for name, new in self._now().items():
-            self.values[name].lerp_(new, 0.3)
+        for mine, parameter in zip(self.values, self._parameters, strict=True):
+            mine.lerp_(local(parameter).detach(), 0.3)
 
-    def get(self) -> dict[str, torch.Tensor]:
+    def get(self) -> list[torch.Tensor]:
         return self.values
 
-    def set(self, values: dict[str, torch.Tensor]) -> None:
-        for name, new in values.items():
-            self.values[name].copy_(new)
+    def set(self, values: list[torch.Tensor]) -> None:
+        for mine, new in zip(self.values, values, strict=True):
+            mine.copy_(new)
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -232,10 +229,6 @@ def digest(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         value = [digest(item) for item in value]
     return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
-
-
-def weights(model: nn.Module) -> str:
-    return digest(dict(model.named_parameters()))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

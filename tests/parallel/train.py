@@ -35,10 +35,10 @@ def train(options: Options, trainee: Trainee, results: parts.Results) -> None:
     optimizer = trainee.optimizer()
     scheduler = parts.scheduler(options, optimizer)
     loader = parts.loader(options, trainee.data_rank, trainee.data_world)
-    average = parts.Average(trainee.model) if options.extra == "ema" else None
+    average = parts.Average(trainee.all) if options.extra == "ema" else None
     history: list[Any] = []
 
-    tp = tpwrap.session(model=trainee.model, optimizer=optimizer, scheduler=scheduler)
+    tp = tpwrap.session(model=trainee.model, optimizer=optimizer, scheduler=scheduler, shard=trainee.shard)
     tp.register("history", lambda: list(history), lambda value: history.__setitem__(slice(None), value))
     if average is not None:
         tp.register("average", average.get, average.set)
@@ -65,7 +65,8 @@ def train(options: Options, trainee: Trainee, results: parts.Results) -> None:
                 trainee.clip()
             trainee.scaler.step(optimizer)
             trainee.scaler.update()
-            optimizer.zero_grad()
+            for parameter in trainee.all:  # what no group holds yet, too
+                parameter.grad = None
             if tp.updates > before:
                 if scheduler is not None:
                     scheduler.step(*measured(options, roots))
@@ -76,7 +77,7 @@ def train(options: Options, trainee: Trainee, results: parts.Results) -> None:
                     tp.updates,
                     loss=[root.item().hex() for root in roots],
                     samples=parts.digest(torch.cat(seen)),
-                    weights=parts.weights(trainee.model),
+                    weights=parts.digest(trainee.all),
                     lr=[float(group["lr"]).hex() for group in optimizer.param_groups],
                     scale=trainee.scaler.get_scale(),
                     **trainee.after(tp.updates),
@@ -84,12 +85,12 @@ def train(options: Options, trainee: Trainee, results: parts.Results) -> None:
             roots, seen = [], []
 
     results.final(
-        weights=parts.weights(trainee.model),
+        weights=parts.digest(trainee.all),
         buffers=parts.digest(dict(trainee.model.named_buffers())),
         optimizer=parts.digest(parts.optimizer_state(optimizer)),
         scheduler=parts.digest({} if scheduler is None else told(scheduler.state_dict())),
         scaler=parts.digest(trainee.scaler.state_dict()),
-        average=parts.digest({} if average is None else average.values),
+        average=parts.digest([] if average is None else average.values),
         history=parts.digest(history),
         length=len(history),
         random=parts.random_states(),

@@ -10,7 +10,7 @@ from tests.parallel.parts import Options
 
 
 def trainee(options: Options) -> Trainee:
-    kind = (facts.KINDS | facts.ALONE)[options.kind]
+    kind = (facts.KINDS | facts.UNHEALED)[options.kind]
     module = importlib.import_module(f"tests.parallel.kinds.{kind.module}")
     made: Trainee = getattr(module, options.kind)(options)
     return made

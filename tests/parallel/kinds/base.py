@@ -20,10 +20,15 @@ class Trainee:
     """ranks with the same number read the same samples, and draw the same random numbers"""
     data_world: int
 
+    shard = ""
+    """for `tpwrap.session`"""
+
     def __init__(self, options: Options, model: nn.Module) -> None:
         self.options = options
         self.model = model
-        self.scaler = torch.amp.GradScaler("cpu", 2.0**20, growth_interval=3, enabled=options.precision == "scaler")
+        self.all = list(model.parameters())
+        """taken before the first forward: DDP over one dimension of a mesh then hides some of them from the module"""
+        self.scaler = torch.amp.GradScaler("cpu", 2.0**18, growth_interval=4, enabled=options.precision == "scaler")
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -62,7 +67,7 @@ class Trainee:
         """After the last backward of a window, before the update."""
 
     def clip(self) -> None:
-        nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 0.5)
+        nn.utils.clip_grad_norm_([p for p in self.all if p.grad is not None], 0.5)
 
     def after(self, step: int) -> dict[str, Any]:
         """After the update; for the log."""

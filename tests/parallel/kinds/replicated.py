@@ -73,6 +73,7 @@ def zero_hybrid(options: Options) -> Trainee:
     trainee = SharedOptimizer(options)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     trainee.group = halves[dist.get_rank() // 2]
+    trainee.shard = f"part {dist.get_rank() % 2}"
     return trainee
 
 
