@@ -422,6 +422,83 @@ def test_one_that_was_only_late_is_healed_where_no_votes_are_needed(names: tuple
         assert "too late for a vote" in ending(actions).reason
 
 
+def one_never_updates(names: tuple[str, ...] = ("", ""), redo: bool = False) -> Play:
+    """The last rank has not come to an update when the others have waited for it for too long."""
+    play = Play(Job(nodes=len(names) + 1, spares=1), step=0)
+    for rank, name in enumerate(names):
+        play.say(rank, m.FirstUpdate(redo, name))
+    limit = play.state.times.first_update
+    assert sent(play.wait(limit - 1), m.Rule) == {}
+    told = sent(play.wait(2), m.Rule)
+    assert len(told) == len(names) + 1
+    assert set(told.values()) == {m.Rule(votes=False)}
+    return play
+
+
+@pytest.mark.parametrize(("names", "redo"), [(("", ""), False), (TWO_SHARDS, False), (("", ""), True)])
+def test_a_rank_that_never_updates_is_not_waited_for_for_ever(names: tuple[str, ...], redo: bool) -> None:
+    play = one_never_updates(names, redo)
+    last = len(names)
+    (ruled,) = emitted(play.log, events.Ruled)
+    assert ruled.reason == f"rank {last} has not come to an update within 60 s"
+    notices = [notice.text for notice in emitted(play.log, events.Notice) if "would end the job" in notice.text]
+    assert len(notices) == 1
+    assert notices[0].startswith(f"rank {last} never came to an update")
+    assert sent(play.wait(100), m.Rule) == {}
+
+
+def test_a_failure_beside_a_rank_that_never_updates_ends_the_job() -> None:
+    play = one_never_updates()
+    play.die(1)
+    play.say(0, m.Released(1, 20, 0.0))
+    end = ending(play.say(2, m.Released(1, 0, 0.0)))
+    assert end.exit_code == 70
+    assert "rank 1" in end.reason
+    assert "rank 2 never came to an update" in end.reason
+
+
+def test_a_script_that_fails_beside_a_rank_that_never_updates_shows_its_traceback() -> None:
+    play = one_never_updates()
+    play.say(1, m.Failed(0, "ValueError: x", "Traceback", 1))
+    play.say(0, m.Released(1, 20, 0.0))
+    end = ending(play.say(2, m.Released(1, 0, 0.0)))
+    assert (end.exit_code, end.traceback) == (1, "Traceback")
+
+
+def test_one_that_comes_after_the_rule_is_told_the_same_and_failures_are_healed_again() -> None:
+    play = one_never_updates()
+    assert set(sent(play.say(2, m.FirstUpdate(False, "")), m.Rule).values()) == {m.Rule(votes=False)}
+    play.warm(1)
+    play.die(1)
+    play.release(20)
+    assert play.state.stage is Stage.RESTORING
+
+
+@pytest.mark.parametrize(("name", "redo"), [("other", False), ("", True)])
+def test_one_that_comes_too_late_for_a_vote_that_is_needed_leaves_the_job_unhealed(name: str, redo: bool) -> None:
+    play = one_never_updates()
+    actions = play.say(2, m.FirstUpdate(redo, name))
+    assert set(sent(actions, m.Rule).values()) == {m.Rule(votes=False)}
+    assert "too late for a vote" in emitted(actions, events.Notice)[0].text
+    play.die(1)
+    play.say(0, m.Released(1, 20, 0.0))
+    assert "too late for a vote" in ending(play.say(2, m.Released(1, 20, 0.0))).reason
+
+
+def test_the_wait_for_the_rule_starts_again_after_a_recovery() -> None:
+    play = Play(Job(nodes=3, spares=1), step=0)
+    play.say(0, m.FirstUpdate(False))
+    play.wait(50)
+    play.warm(1)
+    play.die(1)
+    play.release(0)
+    play.ready(0)
+    play.resumed()
+    assert play.state.stage is Stage.RUNNING
+    assert sent(play.wait(play.state.times.first_update - 1), m.Rule) == {}
+    assert len(sent(play.wait(2), m.Rule)) == 3
+
+
 def test_a_newcomer_is_served_by_replicas_of_its_shard_and_all_roll_forward() -> None:
     play = with_shards()
     play.warm(1)
