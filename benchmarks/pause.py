@@ -129,7 +129,8 @@ def main() -> None:
         for other in sorted(pauses.keys() - set(ours), reverse=True):
             ratios = [mine[0] / theirs[0] for mine, theirs in zip(pauses[kind], pauses[other], strict=True)]
             console.print(f"pause, tpwrap ({kind}) / {other}, pair by pair: {spread(ratios)}")
-    table = Table("stage, ms", *(names[kind].removeprefix("tpwrap, ") for kind in ours), title="tpwrap's pause by stage, medians")
+    heads = [names[kind].removeprefix("tpwrap, ") for kind in ours]
+    table = Table("stage, ms", *heads, title="tpwrap's pause by stage, medians")
     for stage in stages["rank"][0]:
         medians = [1000 * statistics.median(s[stage] for s in stages[kind]) for kind in ours]
         table.add_row(stage, *(f"{ms:.0f}" for ms in medians))

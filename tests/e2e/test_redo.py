@@ -40,7 +40,7 @@ def test_a_kill(kind: str, form: str, phase: str, tmp_path: Path, undisturbed) -
 @pytest.mark.parametrize("form", ["function", "block"])
 def test_one_after_another(form: str, tmp_path: Path, undisturbed) -> None:
     """A survivor of the first is lost in the second, and the newcomer redoes its steps as the others do."""
-    faults = [f"rank={rank} step={step} phase=backward kill" for rank, step in ((1, 3), (2, 4), (0, 10))]
+    faults = [f"rank={rank} step={step} phase=backward kill" for rank, step in ((1, 3), (2, 5), (0, 10))]
     assert redone(tmp_path, undisturbed, "hsdp", form, faults, {0, 1, 2}) == ["redo"] * 3
 
 
@@ -49,6 +49,11 @@ def test_a_second_failure_while_the_first_is_healed(stage: str, tmp_path: Path, 
     faults = ["rank=1 step=5 phase=backward kill", f"rank=2 phase=recovery:{stage} kill"]
     ways = redone(tmp_path, undisturbed, "hsdp", "function", faults, {1, 2})
     assert set(ways) == {"redo"}
+
+
+def test_in_the_first_step(tmp_path: Path, undisturbed) -> None:
+    """Before the first update, too; there DDP would still change its buckets, HSDP has none."""
+    assert redone(tmp_path, undisturbed, "hsdp", "function", ["rank=3 step=0 phase=optimizer kill"], {3}) == ["redo"]
 
 
 def test_in_an_evaluation_nothing_is_redone(tmp_path: Path, undisturbed) -> None:

@@ -66,7 +66,8 @@ class SetupDone(Message, frozen=True):
 
 
 class FirstUpdate(Message, frozen=True):
-    """The rank has come to its first optimizer update and applies it once it has been told the `Rule`.
+    """The rank has come to its first optimizer update and applies it once it has been told the `Rule`. One that can
+    redo steps says so at the start of its first one.
 
     redo: it can run the body of a step once more from its start.
     shard: as in `SetupDone`, but now that training has begun: this one counts.

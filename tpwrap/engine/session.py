@@ -118,6 +118,7 @@ class Session:
 
     def _serve_again(self) -> None:
         self._again = list(self._served)
+        self.batch_index -= 1  # it was noted when the first of them had been taken
 
     def _count_steps(self, optimizer: torch.optim.Optimizer) -> None:
         def count(*_: Any) -> None:

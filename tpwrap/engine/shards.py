@@ -2,8 +2,8 @@
 
 Derived from what the rank holds at its first update: the names, shapes and bytes of its parameters; for DTensors
 (FSDP2, HSDP, tensor parallelism) its coordinates in those mesh dimensions in which they are sharded, because two shards
-may start with equal bytes (zeros) and then differ; for DDP the ranks it averages with; for ZeroRedundancyOptimizer,
-whose optimizer state nobody else has, the rank itself. Pipeline stages and hand-made partitions differ by their
+may start with equal bytes (zeros) and then differ; for DDP the ranks it averages with; for ZeroRedundancyOptimizer its
+place among the ranks that share the optimizer's state. Pipeline stages and hand-made partitions differ by their
 parameters.
 """
 
@@ -46,8 +46,8 @@ def shard(named: Iterable[tuple[str, torch.nn.Parameter]], optimizers: Iterable[
         for (name, parameter), digest in zip(parameters.items(), digests, strict=True)
     ]
     parts += sorted(tuple(dist.get_process_group_ranks(instance.process_group)) for instance in ddp.instances())
-    alone = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
-    parts += [one.global_rank for one in optimizers if isinstance(one, alone)]
+    partitioned = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
+    parts += [(one.rank, one.world_size) for one in optimizers if isinstance(one, partitioned)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

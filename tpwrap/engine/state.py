@@ -66,7 +66,10 @@ class ReplicaState:
         self.optimizer = optimizer
         self.scheduler = scheduler
         schedulers = {} if scheduler is None else {"scheduler": scheduler}
-        self._hold({"model": model}, {"optimizer": optimizer}, schedulers, dict)
+        optimizers = {"optimizer": optimizer}
+        if isinstance(optimizer, loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")):
+            optimizers["partition"] = optimizer.optim  # which has the state
+        self._hold({"model": model}, optimizers, schedulers, dict)
 
     @classmethod
     def of(

@@ -162,6 +162,7 @@ class Steps:
 
     def _capture(self) -> Callable[[], None]:
         """Note what a step's body changes before its update; returns what puts it back."""
+        self._runtime.votes.ask(True, self._shard)  # not only at the update: a failure in the first step is redone, too
         session = self._session
         # A forward pass without a backward pass (an evaluation) leaves FSDP2's root gathered, and then the next one
         # needs no collective; but a poisoned pass does not, and the newcomer would wait for one that never comes.
@@ -248,7 +249,8 @@ class Steps:
             runtime.injector.at("optimizer", number)
             if number == 0 and runtime.communicators.has_first:
                 runtime.publisher.publish(SETUP_STEP, join.encode_setup(runtime))
-            runtime.votes.before_update(number, runtime.redo.used, self._shard)
+            runtime.votes.ask(False, self._shard)
+            runtime.votes.before_update(number)
             with runtime.gate:
                 result = original(*args, **kwargs)
                 self._commit()

@@ -92,16 +92,15 @@ class Votes:
 
     # --- the training thread ----------------------------------------------------------------------
 
-    def before_update(self, update: int, redo: bool, shard: Callable[[], str]) -> None:
-        """Returns once this rank may apply that update (0: the first one).
-
-        redo: whether this rank can run a step's body again. shard: its shard, asked for once. Raises Redo where the
-        step was poisoned.
-        """
-        runtime = self._runtime
+    def ask(self, redo: bool, shard: Callable[[], str]) -> None:
+        """Ask for the rule, once. redo: whether this rank can run a step's body again. shard: its shard."""
         if self.rule is None and not self._asked:
             self._asked = True
-            runtime.send(FirstUpdate(redo, shard()))
+            self._runtime.send(FirstUpdate(redo, shard()))
+
+    def before_update(self, update: int) -> None:
+        """Returns once this rank, which has asked, may apply that update (0: the first one). Raises Poisoned."""
+        runtime = self._runtime
         if self.rule is None:
             self._wait(lambda: self.rule is not None)
         while self.rule and not self.passed(update):

@@ -362,7 +362,8 @@ class Script:
             if self.just_entered and index not in self._graded:
                 self._give_up("an optimizer follows on another one without a backward pass, for the first time")
             self.at("optimizer")
-            runtime.votes.before_update(number, False, self._shard)
+            runtime.votes.ask(False, self._shard)
+            runtime.votes.before_update(number)
             before = randomness.capture() if number < _LATE_CHECKS else None
             with runtime.gate:
                 result = self._update(lambda: update(*args, **kwargs))
