@@ -17,7 +17,9 @@ import torch
 from tpwrap.engine import _native
 
 PIECE = 4 << 20
-"""bytes of the largest piece: small enough to be still in the cache when its digest is taken"""
+"""bytes of the largest piece"""
+TOGETHER = 4
+"""pieces of that size that are handled together: what a request costs is spread over them"""
 MOST = 1024
 """pieces that are handled together at most: Linux sends and receives that many parts in one call"""
 _HEAD = 16
@@ -118,13 +120,17 @@ class Pieces:
         copied = torch.empty(1, dtype=tensor.dtype, device="cpu").copy_(element.view(1))
         return _view(copied).tobytes()
 
-    def batches(self, numbers: Sequence[int] | None = None) -> Iterator[list[int]]:
-        """`numbers` (all of them), in rows of about the size of a piece."""
+    def batches(self, numbers: Sequence[int] | None = None, shares: int = 1) -> Iterator[list[int]]:
+        """`numbers` (all of them), in rows of up to TOGETHER large pieces; of fewer where that would not make several
+        for each of so many `shares`, or where they have to be held in memory of ours."""
+        numbers = range(len(self.all)) if numbers is None else numbers
+        total = sum(self.all[n].nbytes for n in numbers)
+        most = min(max(total // (2 * shares), self.size), TOGETHER * self.size)
         batch: list[int] = []
         filled = 0
-        for n in range(len(self.all)) if numbers is None else numbers:
-            nbytes = self.all[n].nbytes
-            if batch and (filled + nbytes > self.size or len(batch) == MOST):
+        for n in numbers:
+            nbytes = self.all[n].nbytes * (1 if self._own[n] else TOGETHER)
+            if batch and (filled + nbytes > most or len(batch) == MOST):
                 yield batch
                 batch, filled = [], 0
             batch.append(n)

@@ -363,12 +363,13 @@ class _Restore:
         state.restore_scalars(listing.scalars)
         pieces = Pieces(state.tensors(), listing.size)
         alike = {n for n, head in enumerate(listing.heads) if pieces.head(n) == head}
-        batches = [_Batch(numbers, self._patience) for numbers in pieces.batches()]
+        streams = min(len(self._free), _MOST_STREAMS)
+        batches = [_Batch(numbers, self._patience) for numbers in pieces.batches(shares=streams)]
         self._work = work = _Work(batches)
         self._heard = time.monotonic()
         threads = [
             threading.Thread(target=self._pull, args=(work, pieces, alike), name="torchpass-pull", daemon=True)
-            for _ in range(min(len(self._free), len(batches), _MOST_STREAMS))
+            for _ in range(min(streams, len(batches)))
         ]
         for thread in threads:
             thread.start()
