@@ -29,8 +29,16 @@ def redone(tmp_path: Path, undisturbed, kind: str, form: str, faults: list[str],
     return [event.way for event in run.of(events.FailoverFinished)]
 
 
-@pytest.mark.parametrize("phase", ["forward", "collective:2", "backward", "optimizer", "commit", "between"])
-@pytest.mark.parametrize(("kind", "form"), [("hsdp", "function"), ("hsdp", "block"), ("ddp", "function")])
+PHASES = ["forward", "collective:2", "backward", "optimizer", "commit", "between"]
+FORMS = [("hsdp", "function"), ("hsdp", "block"), ("ddp", "function")]
+KILLS = [
+    pytest.param(*form, phase, marks=[pytest.mark.soak] if (i + j) % 3 else [], id=f"{'-'.join(form)}-{phase}")
+    for i, form in enumerate(FORMS)
+    for j, phase in enumerate(PHASES)
+]
+
+
+@pytest.mark.parametrize(("kind", "form", "phase"), KILLS)
 def test_a_kill(kind: str, form: str, phase: str, tmp_path: Path, undisturbed) -> None:
     ways = redone(tmp_path, undisturbed, kind, form, [f"rank=1 step=5 phase={phase} kill"], {1})
     # After the commit nothing of the next step may have been issued yet.
@@ -44,7 +52,9 @@ def test_one_after_another(form: str, tmp_path: Path, undisturbed) -> None:
     assert redone(tmp_path, undisturbed, "hsdp", form, faults, {0, 1, 2}) == ["redo"] * 3
 
 
-@pytest.mark.parametrize("stage", ["release", "rebuild", "verify", "resume"])
+@pytest.mark.parametrize(
+    "stage", ["rebuild", "resume", *(pytest.param(stage, marks=pytest.mark.soak) for stage in ("release", "verify"))]
+)
 def test_a_second_failure_while_the_first_is_healed(stage: str, tmp_path: Path, undisturbed) -> None:
     faults = ["rank=1 step=5 phase=backward kill", f"rank=2 phase=recovery:{stage} kill"]
     ways = redone(tmp_path, undisturbed, "hsdp", "function", faults, {1, 2})

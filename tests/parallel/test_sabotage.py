@@ -13,8 +13,8 @@ from tests.parallel.conftest import disturbed, skip_what_is_not_here
 from tpwrap.core import events
 from tpwrap.report import compare
 
-# In the second epoch, and so in the middle of everything.
-FAULT = "rank=1 step=5 phase=optimizer kill"
+# In the second epoch, and so in the middle of everything; rank 0, because DDP gives its buffers to all.
+FAULT = "rank=0 step=7 phase=optimizer kill"
 
 MUCH = table.simple("ddp", precision="scaler", accumulation="2", scheduler="sequential", extra="batchnorm")
 AVERAGED = table.simple("ddp", extra="ema")
@@ -36,6 +36,12 @@ CASES = [
 Oracle = Callable[[pairwise.Row], Run]
 
 
+def fault(configuration: pairwise.Row) -> str:
+    """In the middle of the second epoch, and so of everything. A scaler skips two of the ten updates."""
+    step = 6 if configuration["precision"] == "scaler" else 8
+    return f"rank={VICTIM} step={step} phase=backward kill"
+
+
 def run_without(
     item: str, configuration: pairwise.Row, directory: Path, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
 ) -> tuple[Run, Run]:
@@ -43,17 +49,18 @@ def run_without(
     skip_what_is_not_here(configuration)
     quiet = oracle(configuration)
     monkeypatch.setenv("TPWRAP_TESTS_LEFT_OUT", item)
-    run = disturbed(directory, configuration, [FAULT])
+    run = disturbed(directory, configuration, [fault(configuration)])
     assert len(run.of(events.FaultInjected)) == 1
     return run, quiet
 
 
+@pytest.mark.soak  # rows of the table show the same
 @pytest.mark.parametrize("configuration", [pytest.param(c, id=table.slug(c)) for c in CONFIGURATIONS])
 def test_with_nothing_left_out_they_are_equal(
     configuration: pairwise.Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
 ) -> None:
     run, quiet = run_without("nothing", configuration, tmp_path, monkeypatch, oracle)
-    assert_equal(run, quiet, {1})
+    assert_equal(run, quiet, {0})
 
 
 @pytest.mark.parametrize(
