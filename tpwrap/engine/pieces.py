@@ -74,8 +74,8 @@ class Pieces:
         self.size = size or PIECE
         self.all: list[Piece] = []
         self._tensors = dict(tensors)
-        self._own: list[Bytes | None] = []
-        """by piece: its memory, where that is the tensor's"""
+        self._own: list[torch.Tensor | None] = []
+        """by piece: the part of the tensor, where its memory can be used"""
         for name in sorted(tensors):
             tensor = tensors[name]
             nbytes = tensor.nbytes
@@ -84,13 +84,14 @@ class Pieces:
             self.all += [Piece(name, offset, min(step, nbytes - offset)) for offset in offsets]
             if _is_plain(tensor):
                 parts = [tensor] if len(offsets) == 1 else tensor.view(-1).split(step // tensor.itemsize)
-                self._own += [Bytes(part, _view(part)) for part in parts if nbytes]
+                self._own += parts[: len(offsets)]
             else:
                 self._own += [None] * len(offsets)
 
     def room(self, n: int, scratch: Scratch) -> Bytes:
         """Memory on the CPU for piece `n`: the tensor's own where possible."""
-        return self._own[n] or scratch.take(self.all[n].nbytes)
+        own = self._own[n]
+        return scratch.take(self.all[n].nbytes) if own is None else Bytes(own, _view(own))
 
     def load(self, n: int, room: Bytes) -> Bytes:
         """Put piece `n` into its `room` (own memory holds it already), and return that."""
@@ -112,7 +113,7 @@ class Pieces:
         """The first bytes of piece `n`: pieces with different heads are different."""
         own = self._own[n]
         if own is not None:
-            return own.view[:_HEAD].tobytes()
+            return ctypes.string_at(own.data_ptr(), min(_HEAD, self.all[n].nbytes))
         name, offset, _ = self.all[n]
         tensor = self._tensors[name]
         first = offset // tensor.itemsize
@@ -129,7 +130,7 @@ class Pieces:
         batch: list[int] = []
         filled = 0
         for n in numbers:
-            nbytes = self.all[n].nbytes * (1 if self._own[n] else TOGETHER)
+            nbytes = self.all[n].nbytes * (TOGETHER if self._own[n] is None else 1)
             if batch and (filled + nbytes > most or len(batch) == MOST):
                 yield batch
                 batch, filled = [], 0
@@ -140,10 +141,14 @@ class Pieces:
 
     def by_tensor(self, digests: Mapping[int, str]) -> dict[str, str]:
         """One digest for each tensor, from those of all pieces."""
-        found: dict[str, list[str]] = {name: [] for name in self._tensors}
-        for n, piece in enumerate(self.all):
-            found[piece.name].append(digests[n])
-        return {name: of[0] if len(of) == 1 else _joined(of) for name, of in found.items()}
+        found = dict.fromkeys(self._tensors, "")
+        several: dict[str, list[str]] = {}
+        for n, (name, offset, _) in enumerate(self.all):
+            if offset:
+                several.setdefault(name, [found[name]]).append(digests[n])
+            else:
+                found[name] = digests[n]
+        return found | {name: _joined(of) for name, of in several.items()}
 
     def _apart(self, n: int, room: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Where piece `n` is no memory of its own: (part of the tensor, its place in `room`), all of them."""
