@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpwrap.engine import _native, encoding
+from tpwrap.engine import encoding, pieces
 from tpwrap.engine.scalars import (
     Refused,
     StateError,
@@ -150,8 +150,7 @@ class ReplicaState:
             yield f"{EXTRA}/{name}", local(tensor), True, hasattr(tensor, "_local_tensor")
 
     def digests(self) -> dict[str, str]:
-        tensors = self.tensors()
-        return dict(zip(tensors, _native.digests(list(tensors.values())), strict=True))
+        return pieces.digests(self.tensors())
 
     def scalars(self) -> bytes:
         """Encoded scalars; taken at every commit, because a scheduler changes them right after it."""

@@ -26,7 +26,6 @@ from typing import TypeVar
 import msgspec
 
 from tpwrap.control.sidecars import dial, receive, receive_exactly, send
-from tpwrap.engine import pieces as in_pieces
 from tpwrap.engine.pieces import MOST, Bytes, Pieces, Scratch, digests_of
 from tpwrap.engine.state import Entry, ReplicaState, StateError
 
@@ -238,7 +237,7 @@ def restore(
     another model here, or what came is not what its source holds).
     """
     if not sources:
-        return Inventory(state.manifest(), in_pieces.digests(state.tensors()), state.scalars()), 0
+        return Inventory(state.manifest(), state.digests(), state.scalars()), 0
     return _Restore(sources, key, generation, step, timeout, aborted).run(state)
 
 
