@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SCRIPTS, Run, processes_of, tpwrap
+from tests.e2e.conftest import SCRIPTS, Run, processes_of, tpwrap, wait_for
 
 KILL = "rank=1 step=3 phase=backward kill"
 
@@ -25,7 +25,7 @@ def assert_ends(run: Run, code: int, *words: str) -> None:
     last = run.output.strip().splitlines()[-1]
     for word in words:
         assert word in last, last
-    assert processes_of(run.run_dir) == {}
+    assert wait_for(lambda: not processes_of(run.run_dir), 5)
 
 
 def test_a_step_that_is_never_the_same_keeps_replicas_equal_over_a_failure(tmp_path: Path) -> None:
