@@ -1,4 +1,4 @@
-"""The ordinary rows of the table without tpwrap: `python -m tests.parallel.alone DIRECTORY`.
+"""Some rows of the table without tpwrap: `python -m tests.parallel.alone DIRECTORY`.
 
 Ranks are forked from here, with the environment that torchrun gives them, so that torch is imported once.
 """
@@ -20,7 +20,7 @@ from tests.parallel import facts, pairwise, table, train
 
 
 def main(directory: Path) -> int:
-    configurations = {table.slug(c): c for c in (table.Case(0, row).configuration for row in table.ORDINARY)}
+    configurations = {table.slug(c): c for c in (table.Case(0, row).configuration for row in table.PLAIN)}
     return max(ran(configuration, directory / name) for name, configuration in configurations.items())
 
 

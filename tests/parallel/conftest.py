@@ -51,7 +51,7 @@ def oracle(undisturbed: Callable[..., Run]) -> Callable[[pairwise.Row], Run]:
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pairwise.Row], Path]:
-    """The results of an ordinary row's configuration without tpwrap: all are made at once, for all test processes."""
+    """The results of a configuration of `table.PLAIN` without tpwrap: all are made at once, for all test processes."""
 
     def get(configuration: pairwise.Row) -> Path:
         directory = common_directory(tmp_path_factory) / "plain"

@@ -95,4 +95,7 @@ ORDINARY = [
     simple("pp_tp_dp", "setup", extra="ema"),
 ]
 
-__all__ = ["ORDINARY", "Case", "arguments", "cases", "simple", "slug"]
+PLAIN = ORDINARY[::3]
+"""are also run without tpwrap"""
+
+__all__ = ["ORDINARY", "PLAIN", "Case", "arguments", "cases", "simple", "slug"]
