@@ -29,7 +29,13 @@ __all__ = ["undisturbed"]
 
 def disturbed(directory: Path, configuration: pairwise.Row, faults: list[str] | tuple[str, ...] = ()) -> Run:
     kind = (facts.KINDS | facts.UNHEALED)[configuration["kind"]]
-    return tpwrap(directory, [str(SCRIPT), *table.arguments(configuration)], faults, nodes=kind.ranks)
+    script = [str(SCRIPT), *table.arguments(configuration)]
+    return tpwrap(directory, script, faults, nodes=kind.ranks, variables=variables(configuration))
+
+
+def variables(configuration: pairwise.Row) -> dict[str, str]:
+    """Of the environment. A step that is to be redone must not fit into what is kept for replay."""
+    return {"TORCHPASS_REPLAY_BUDGET_MB": "0.0003"} if configuration["way"] == "redo" else {}
 
 
 def skip_what_is_not_here(configuration: pairwise.Row) -> None:
@@ -44,7 +50,8 @@ def oracle(undisturbed: Callable[..., Run]) -> Callable[[pairwise.Row], Run]:
     def get(configuration: pairwise.Row) -> Run:
         kind = (facts.KINDS | facts.UNHEALED)[configuration["kind"]]
         script = [str(SCRIPT), *table.arguments(configuration)]
-        return undisturbed(f"parallel-{table.slug(configuration)}", script, nodes=kind.ranks)
+        name = f"parallel-{table.slug(configuration)}"
+        return undisturbed(name, script, nodes=kind.ranks, variables=variables(configuration))
 
     return get
 

@@ -30,15 +30,13 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "ddp": Kind("replicated"),
     "ddp_bf16_hook": Kind("replicated"),
-    "ddp_powersgd": Kind("replicated"),
     "zero_hybrid": Kind("replicated", _COLUMNS),
-    "compiled_eager": Kind("replicated"),
-    "compiled_aot_eager": Kind("replicated"),
+    "compiled_eager": Kind("replicated", collective=0),
+    "compiled_aot_eager": Kind("replicated", collective=0),
     "ring": Kind("by_hand"),
     "objects": Kind("by_hand"),
     "late_groups": Kind("by_hand"),
     "held_after": Kind("by_hand"),
-    "held_before": Kind("by_hand"),
     "hsdp": Kind("fully_sharded", _COLUMNS),
     "tp": Kind("tensor", _COLUMNS),
     "tp_sequence": Kind("tensor", _COLUMNS),
@@ -58,8 +56,11 @@ UNHEALED: dict[str, Kind] = {
     "fsdp2": Kind("fully_sharded", ((0,), (1,), (2,), (3,))),
     "zero": Kind("replicated", ((0,), (1,), (2,), (3,))),
     "fsdp1_hybrid": Kind("fully_sharded", _COLUMNS),
+    "ddp_powersgd": Kind("replicated"),
+    "held_before": Kind("by_hand"),
 }
-"""Not in the table: each rank holds what no other one does, or (FSDP1) hides what it holds."""
+"""Not in the table: each rank holds what no other one does, or hides what it holds (FSDP1, a hook with a memory, the
+result of an operation that is under way over an update)."""
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "kind": tuple(KINDS),
@@ -68,6 +69,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "accumulation": ("1", "2"),
     "loader": ("sampler", "map", "workers", "stateful", "iterable"),
     "scheduler": ("none", "cosine", "plateau", "sequential", "chained"),
+    "way": ("replay", "redo"),
     "extra": ("none", "ema", "dropout", "batchnorm", "spectral", "clip", "late_group"),
     "phase": (
         "setup", "first", "between", "forward", "backward", "collective", "optimizer", "commit", "last", "two",
@@ -80,8 +82,8 @@ Row = Mapping[str, str]
 # --- what does not go together --------------------------------------------------------------------------
 
 _WHOLE = {
-    "ddp", "ddp_bf16_hook", "ddp_powersgd", "compiled_eager", "compiled_aot_eager", "ring", "objects", "late_groups",
-    "held_after", "held_before", "cp",
+    "ddp", "ddp_bf16_hook", "compiled_eager", "compiled_aot_eager", "ring", "objects", "late_groups", "held_after",
+    "cp",
 }  # fmt: skip
 """kinds in which every rank has the whole gradient"""
 _PIPELINES = {"pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_ddp", "pp_tp_dp"}
@@ -104,7 +106,7 @@ def a_scaler_needs_whole_gradients(row: Row) -> bool:
 
 
 def a_hook_in_bf16_wants_fp32(row: Row) -> bool:
-    return row["kind"] in ("ddp_bf16_hook", "ddp_powersgd") and row["precision"] == "bf16"
+    return row["kind"] == "ddp_bf16_hook" and row["precision"] == "bf16"
 
 
 def zero_wants_a_plain_rate(row: Row) -> bool:
@@ -140,6 +142,16 @@ def a_list_of_stages_has_no_forward(row: Row) -> bool:
     return row["kind"] == "pp_interleaved" and row["phase"] == "forward"
 
 
+def a_small_budget_holds_no_set_up(row: Row) -> bool:
+    """Redo is tried by allowing next to nothing to be kept for replay."""
+    return row["way"] == "redo" and row["phase"] in ("setup", "first")
+
+
+def objects_after_the_update_are_replayed(row: Row) -> bool:
+    """And would not fit."""
+    return row["way"] == "redo" and row["kind"] == "objects"
+
+
 def a_schedule_knows_its_groups(row: Row) -> bool:
     return row["extra"] == "late_group" and row["scheduler"] in ("cosine", "sequential", "chained")
 
@@ -156,6 +168,8 @@ RULES: tuple[Callable[[Row], bool], ...] = (
     the_schedule_wraps_its_own_passes,
     stages_draw_differently,
     a_list_of_stages_has_no_forward,
+    a_small_budget_holds_no_set_up,
+    objects_after_the_update_are_replayed,
     a_schedule_knows_its_groups,
 )
 """Each looks at two factors, and is True for what is left out."""

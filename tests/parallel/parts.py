@@ -35,6 +35,8 @@ class Options:
     accumulation: int = 1
     loader: str = "sampler"
     scheduler: str = "none"
+    way: str = "replay"
+    """redo: the script says that its steps may run again"""
     extra: str = "none"
 
     @property

@@ -58,10 +58,19 @@ ENDS = {
     "fsdp2": (75, "rank 2 was lost after update 3, and no other rank holds this shard"),
     "zero": (75, "rank 2 was lost after update 3, and no other rank holds this shard"),
     "fsdp1_hybrid": (70, "FullyShardedDataParallel keeps its parameters in flat pieces"),
+    "ddp_powersgd": (70, "hook"),
+    "held_before": (70, "update"),
 }
+NOT_YET = {"ddp_powersgd", "held_before"}
 
 
-@pytest.mark.parametrize("kind", facts.UNHEALED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason="goes on wrongly") if kind in NOT_YET else ())
+        for kind in facts.UNHEALED
+    ],
+)
 def test_what_cannot_be_healed_is_said(kind: str, tmp_path: Path, oracle: Oracle) -> None:
     configuration = table.simple(kind)
     assert oracle(configuration).code == 0

@@ -6,6 +6,7 @@ Runs under `tpwrap`, and as it is with one process a rank (RANK and WORLD_SIZE i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import random
@@ -46,43 +47,33 @@ def train(options: Options, trainee: Trainee, results: parts.Results) -> None:
     for epoch in tp.epochs(parts.EPOCHS):
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        roots: list[torch.Tensor] = []
-        seen: list[torch.Tensor] = []
         for indices, inputs, targets in tp.batches(loader):
-            last = (tp.batch_index + 1) % options.accumulation == 0
-            before = tp.updates
-            if not seen:
-                trainee.before(before)
-                if options.extra == "late_group" and before >= 3 and len(optimizer.param_groups) == 1:
-                    optimizer.add_param_group({"params": trainee.late_parameters(), "lr": 0.01})
-            roots += trainee.run(augmented(inputs), targets, last)
-            seen.append(indices)
-            if not last:
-                continue
-            trainee.finish(before)
-            if options.extra == "clip":
-                trainee.scaler.unscale_(optimizer)
-                trainee.clip()
-            trainee.scaler.step(optimizer)
-            trainee.scaler.update()
-            for parameter in trainee.all:  # what no group holds yet, too
-                parameter.grad = None
-            if tp.updates > before:
-                if scheduler is not None:
-                    scheduler.step(*measured(options, roots))
-                if average is not None:
-                    average.update()
-                history.append((tp.updates, [root.item() for root in roots]))
-                results.line(
-                    tp.updates,
-                    loss=[root.item().hex() for root in roots],
-                    samples=parts.digest(torch.cat(seen)),
-                    weights=parts.digest(trainee.all),
-                    lr=[float(group["lr"]).hex() for group in optimizer.param_groups],
-                    scale=trainee.scaler.get_scale(),
-                    **trainee.after(tp.updates),
-                )
-            roots, seen = [], []
+            with tp.step() if options.way == "redo" else contextlib.nullcontext():
+                place = tp.batch_index % options.accumulation
+                if place == 0:
+                    roots: list[torch.Tensor] = []
+                    seen: list[torch.Tensor] = []
+                    trainee.before(tp.updates)
+                    if options.extra == "late_group" and tp.updates >= 3 and len(optimizer.param_groups) == 1:
+                        optimizer.add_param_group({"params": trainee.late_parameters(), "lr": 0.01})
+                last = place == options.accumulation - 1
+                roots += trainee.run(augmented(inputs), targets, last)
+                seen.append(indices)
+                if last and updated(options, trainee, optimizer, tp):
+                    if scheduler is not None:
+                        scheduler.step(*measured(options, roots))
+                    if average is not None:
+                        average.update()
+                    history.append((tp.updates, [root.item() for root in roots]))
+                    results.line(
+                        tp.updates,
+                        loss=[root.item().hex() for root in roots],
+                        samples=parts.digest(torch.cat(seen)),
+                        weights=parts.digest(trainee.all),
+                        lr=[float(group["lr"]).hex() for group in optimizer.param_groups],
+                        scale=trainee.scaler.get_scale(),
+                        **trainee.after(tp.updates),
+                    )
 
     results.final(
         weights=parts.digest(trainee.all),
@@ -95,6 +86,20 @@ def train(options: Options, trainee: Trainee, results: parts.Results) -> None:
         length=len(history),
         random=parts.random_states(),
     )
+
+
+def updated(options: Options, trainee: Trainee, optimizer: torch.optim.Optimizer, tp: Any) -> bool:
+    """The end of a window; False where the scaler has skipped the update."""
+    before = tp.updates
+    trainee.finish(before)
+    if options.extra == "clip":
+        trainee.scaler.unscale_(optimizer)
+        trainee.clip()
+    trainee.scaler.step(optimizer)
+    trainee.scaler.update()
+    for parameter in trainee.all:  # of which some may be in no group yet
+        parameter.grad = None
+    return tp.updates > before
 
 
 def measured(options: Options, roots: list[torch.Tensor]) -> tuple[float, ...]:
