@@ -114,6 +114,15 @@ class Play:
         assert self.state.stage is Stage.RUNNING
 
 
+def in_set_up(job: Job) -> Play:
+    """All nodes have joined, and every rank has its worker, which has told nothing yet."""
+    play = Play(job, start=False)
+    for node in range(job.total_nodes):
+        play.join(node)
+        play.warm(node)
+    return play
+
+
 def sent(actions: list[Action], kind: type[M]) -> dict[str, M]:
     return {a.worker: a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)}
 
@@ -218,10 +227,7 @@ def test_the_way_of_a_failure_in_order() -> None:
 
 
 def test_in_set_up_newcomers_run_live_without_a_barrier() -> None:
-    play = Play(Job(nodes=2, spares=1), start=False)
-    for node in range(3):
-        play.join(node)
-        play.warm(node)
+    play = in_set_up(Job(nodes=2, spares=1))
     play.see(NodeLost(1, "gone"))
     actions = play.release(-1)
     (assign,) = sent(actions, m.Assign).values()
@@ -561,10 +567,7 @@ def test_all_replicas_of_a_shard_one_after_another_end_the_job() -> None:
 
 
 def test_a_shard_lost_in_set_up_is_made_again() -> None:
-    play = Play(Job(nodes=2, spares=1), start=False)
-    for node in range(3):
-        play.join(node)
-        play.warm(node)
+    play = in_set_up(Job(nodes=2, spares=1))
     play.say(0, m.SetupDone(0, [], "a"))
     play.say(1, m.SetupDone(0, [], "b"))
     play.see(NodeLost(1, "gone"))
@@ -576,10 +579,7 @@ def test_a_shard_lost_in_set_up_is_made_again() -> None:
 
 
 def test_a_shard_that_was_never_told_has_no_sources_where_there_are_several() -> None:
-    play = Play(Job(nodes=3, spares=1), start=False)
-    for node in range(4):
-        play.join(node)
-        play.warm(node)
+    play = in_set_up(Job(nodes=3, spares=1))
     play.say(0, m.SetupDone(0, [], "a"))
     play.say(1, m.SetupDone(0, [], "b"))
     play.see(NodeLost(2, "gone"))
@@ -590,10 +590,7 @@ def test_a_shard_that_was_never_told_has_no_sources_where_there_are_several() ->
 
 @pytest.mark.parametrize(("digest", "goes_on"), [("d", True), ("x", False)])
 def test_one_that_died_with_the_news_of_its_shard_makes_it_itself(digest: str, goes_on: bool) -> None:
-    play = Play(Job(nodes=3, spares=1), start=False)
-    for node in range(4):
-        play.join(node)
-        play.warm(node)
+    play = in_set_up(Job(nodes=3, spares=1))
     for rank in (0, 1):
         play.say(rank, m.SetupDone(0, [], "a"))
     play.see(NodeLost(2, "gone"))
@@ -1102,10 +1099,7 @@ def test_injected_faults_fire_once_and_go_to_whom_they_concern() -> None:
 
 
 def test_modules_go_to_warm_workers_now_and_later_and_once() -> None:
-    play = Play(Job(nodes=2, spares=1), start=False)
-    for node in range(3):
-        play.join(node)
-        play.warm(node)
+    play = in_set_up(Job(nodes=2, spares=1))
     assert sent(play.say(0, m.SetupDone(0, ["a", "b"])), m.Warm) == {"n2s0w2": m.Warm(["a", "b"])}
     assert sent(play.say(1, m.SetupDone(0, ["b", "a"])), m.Warm) == {}
     assert sent(play.say(1, m.SetupDone(0, ["c"])), m.Warm) == {"n2s0w2": m.Warm(["c"])}

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
@@ -190,11 +191,13 @@ def test_a_plan_that_is_given_up_ends_it_at_once(sources) -> None:
     made = sources({1: signal.SIGSTOP}, {1: signal.SIGSTOP})
     given_up = threading.Event()
     threading.Timer(0.5, given_up.set).start()
-    outcome = transfer.begin(
-        state_of(some_tensors(2)), [one.address for one in made], KEY, 0, 0, 600.0, given_up.is_set
-    )
-    with pytest.raises(ConnectionAbortedError, match="given up"):
-        outcome.result(60.0)
+    addresses = [one.address for one in made]
+    with ThreadPoolExecutor(1) as beside:
+        outcome = beside.submit(
+            transfer.restore, state_of(some_tensors(2)), addresses, KEY, 0, 0, 600.0, given_up.is_set
+        )
+        with pytest.raises(ConnectionAbortedError, match="given up"):
+            outcome.result(60.0)
 
 
 def test_without_sources_the_state_is_what_it_is() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +29,18 @@ __all__ = ["undisturbed"]
 
 
 def disturbed(directory: Path, configuration: pairwise.Row, faults: list[str] | tuple[str, ...] = ()) -> Run:
+    return tpwrap(directory, script(configuration), faults, **surroundings(configuration))
+
+
+def script(configuration: pairwise.Row) -> list[str]:
+    return [str(SCRIPT), *table.arguments(configuration)]
+
+
+def surroundings(configuration: pairwise.Row) -> dict[str, Any]:
+    """How many ranks, and the environment: a step that is to be redone must not fit into what is kept for replay."""
     kind = (facts.KINDS | facts.UNHEALED)[configuration["kind"]]
-    script = [str(SCRIPT), *table.arguments(configuration)]
-    return tpwrap(directory, script, faults, nodes=kind.ranks, variables=variables(configuration))
-
-
-def variables(configuration: pairwise.Row) -> dict[str, str]:
-    """Of the environment. A step that is to be redone must not fit into what is kept for replay."""
-    return {"TORCHPASS_REPLAY_BUDGET_MB": "0.0003"} if configuration["way"] == "redo" else {}
+    small = {"TORCHPASS_REPLAY_BUDGET_MB": "0.0003"} if configuration["way"] == "redo" else {}
+    return {"nodes": kind.ranks, "variables": small}
 
 
 def skip_what_is_not_here(configuration: pairwise.Row) -> None:
@@ -48,10 +53,8 @@ def oracle(undisturbed: Callable[..., Run]) -> Callable[[pairwise.Row], Run]:
     """The undisturbed run of a configuration, made once for all test processes."""
 
     def get(configuration: pairwise.Row) -> Run:
-        kind = (facts.KINDS | facts.UNHEALED)[configuration["kind"]]
-        script = [str(SCRIPT), *table.arguments(configuration)]
         name = f"parallel-{table.slug(configuration)}"
-        return undisturbed(name, script, nodes=kind.ranks, variables=variables(configuration))
+        return undisturbed(name, script(configuration), **surroundings(configuration))
 
     return get
 

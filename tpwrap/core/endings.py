@@ -18,6 +18,8 @@ INTERNAL = 70
 OUT_OF_SPARES = 75
 COORDINATOR_LOST = 76
 
+OVER_BUDGET = "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB"
+
 
 def everyone_raised(state: State, now: float) -> Ending | None:
     """All ranks failed by exception at nearly the same time: the script is at fault, not a slot."""
@@ -101,10 +103,7 @@ def set_up_differs(ranks: Sequence[int]) -> Ending:
 
 def over_budget(ranks: Sequence[int]) -> Ending:
     """Survivors that can neither replay nor redo their step."""
-    return unprotected(
-        ranks,
-        "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB",
-    )
+    return unprotected(ranks, OVER_BUDGET)
 
 
 def unprotected(ranks: Sequence[int], reason: str) -> Ending:

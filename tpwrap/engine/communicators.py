@@ -201,12 +201,7 @@ class Communicators:
 
         def build(communicator: Communicator) -> None:
             with contextlib.suppress(RuntimeError):
-                store, connection = self._connect()
-                with self._lock:
-                    if generation.aborted.is_set():
-                        return
-                    generation.connection = generation.connection | connection
-                self._build(communicator, generation, store)
+                self._build(communicator, generation, self._store_apart(generation))
 
         for communicator in groups:
             threading.Thread(target=build, args=(communicator,), name="torchpass-build", daemon=True).start()
@@ -215,18 +210,29 @@ class Communicators:
         """A backend for the engine's own use in the current generation, among all ranks; waits until all have come.
         Raises RuntimeError once the generation is given up."""
         generation = self._current()
-        store, connection = self._connect()
-        inner = GlooInner(_RealGloo)
-        with self._lock:
-            if generation.aborted.is_set():
-                raise Aborted("the generation was given up")
-            generation.connection = generation.connection | connection
-            generation.inners.append(inner)
+        store, inner = self._store_apart(generation), GlooInner(_RealGloo)
+        self._enlist(generation, inner)
         prefix = f"g{generation.number}/torchpass-{name}"
         # As long as it takes: another rank may be slow, and a failure gives the generation up.
         backend = inner.create(Place(c10d.PrefixStore(prefix, store), rank, size, _FOREVER, _FOREVER))
         probe(backend, rank, size, torch.device("cpu"))
         return backend
+
+    def _store_apart(self, generation: _Generation) -> c10d.Store:
+        """A store client that ends with the generation. Raises Aborted."""
+        store, connection = self._connect()
+        with self._lock:
+            if generation.aborted.is_set():
+                raise Aborted("the generation was given up")
+            generation.connection = generation.connection | connection
+        return store
+
+    def _enlist(self, generation: _Generation, inner: Inner) -> None:
+        """It is aborted with the generation from now on. Raises Aborted."""
+        with self._lock:
+            if generation.aborted.is_set():
+                raise Aborted("the generation was given up")
+            generation.inners.append(inner)
 
     def _build(self, communicator: Communicator, generation: _Generation, store: c10d.Store) -> None:
         with communicator.building:
@@ -235,10 +241,7 @@ class Communicators:
 
     def _build_locked(self, communicator: Communicator, generation: _Generation, store: c10d.Store) -> None:
         inner = communicator.new_inner()
-        with self._lock:
-            if generation.aborted.is_set():
-                raise Aborted("the generation was given up")
-            generation.inners.append(inner)
+        self._enlist(generation, inner)
         group = communicator.group
         name = f"{communicator.name}#{communicator.occasion}"
         prefix = f"g{generation.number}/{name}/{communicator.device.type}"

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import torch
 
+from tpwrap.engine.dtensors import local
+
 _TENSOR, _ARRAY, _TUPLE, _SET, _BIGINT, _COMPLEX = 1, 2, 3, 4, 5, 6
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -27,7 +29,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """The elements of a strided tensor in row-major order, any device, any dtype; of a DTensor those that are here."""
-    flat = getattr(tensor, "_local_tensor", tensor).detach().cpu().contiguous().view(-1)
+    flat = local(tensor).cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
@@ -85,7 +87,7 @@ def _pack(value: Any, where: _Place) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise TypeError(f"{_spell(where)}: a {value.layout} tensor cannot be encoded; register a dense one")
-        piece = getattr(value, "_local_tensor", value)
+        piece = local(value)
         return _extension(_TENSOR, dtype_name(piece.dtype), list(piece.shape), tensor_bytes(piece))
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)

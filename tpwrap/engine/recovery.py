@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tpwrap.control.messages import Notice, Plan, Ready, Release, Released, Resume, Resumed, Unprotected
 from tpwrap.control.sidecars import SETUP_STEP
+from tpwrap.core.endings import OVER_BUDGET
 from tpwrap.engine.communicators import Aborted
 from tpwrap.engine.state import StateError
 from tpwrap.engine.transfer import Offer
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from tpwrap.engine.runtime import Runtime
 
-
-_OVER_BUDGET = "the collectives of one step need more memory for replay than allowed; raise TORCHPASS_REPLAY_BUDGET_MB"
 
 _GLANCE = 0.001
 """seconds between looks for an update that is about to be applied"""
@@ -86,8 +85,7 @@ class Recovery:
         runtime.communicators.drop()
         step = runtime.settled_step
         # Where nothing is kept for a reason that is known, the plan comes to us and we say it.
-        complete = runtime.journal.replayable(-1) or bool(runtime.unprotected)
-        replay_from = -1 if complete else runtime.journal.stats()["lost_step"] + 1
+        replay_from = SETUP_STEP if runtime.unprotected else runtime.journal.stats()["lost_step"] + 1
         voted = runtime.votes.passed(step)
         runtime.send(Released(message.generation, step, time.monotonic() - began, voted, replay_from))
 
@@ -97,7 +95,7 @@ class Recovery:
         steps = runtime.steps
         kept = runtime.journal.redoable if plan.way == "redo" else runtime.journal.replayable
         if not kept(plan.step) or (plan.way == "redo" and not runtime.redo.possible):
-            runtime.send(Unprotected(runtime.unprotected or _OVER_BUDGET))
+            runtime.send(Unprotected(runtime.unprotected or OVER_BUDGET))
             return
 
         def given_up() -> bool:

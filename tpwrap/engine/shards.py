@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tpwrap.engine import _native, ddp
-from tpwrap.engine.state import loaded, local
+from tpwrap.engine.dtensors import is_dtensor, local
+from tpwrap.engine.state import loaded
 
 FLATTENED = (
     "FullyShardedDataParallel keeps its parameters in flat pieces that the engine cannot name; "
@@ -33,7 +34,7 @@ def flattened(model: torch.nn.Module) -> bool:
 
 def sharded(model: torch.nn.Module) -> bool:
     """Whether ranks are known to hold different pieces of it."""
-    return flattened(model) or any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+    return flattened(model) or any(map(is_dtensor, model.parameters()))
 
 
 def shard(named: Iterable[tuple[str, torch.nn.Parameter]], optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -53,7 +54,7 @@ def shard(named: Iterable[tuple[str, torch.nn.Parameter]], optimizers: Iterable[
 
 def _coordinates(parameter: Any) -> tuple[tuple[int, int], ...]:
     """(mesh dimension, position in it) where the parameter is not the same on all."""
-    if not hasattr(parameter, "_local_tensor"):
+    if not is_dtensor(parameter):
         return ()
     coordinate: list[int] = parameter.device_mesh.get_coordinate() or []
     return tuple(

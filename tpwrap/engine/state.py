@@ -2,13 +2,14 @@
 
 Tensors are named, so that source and newcomer agree without exchanging objects: `<model>/<parameter>`,
 `<optimizer>/<group>.<position>/<key>` and `extra/<name>`. Of a DTensor it is the local piece: replicas hold the same
-pieces. Scalars (learning rates and all other param_group entries,
-scheduler state, optimizer entries that are no tensors) move by value. Buffers are not among them: they differ from rank
-to rank. Gradients are neither: after an update they are used up, unless the script names them as extra tensors.
+pieces. Scalars (learning rates and all other param_group entries, scheduler state, optimizer entries that are no
+tensors) move by value. Buffers are not among them: they differ from rank to rank. Gradients are neither: after an
+update they are used up, unless the script names them as extra tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpwrap.engine import encoding, pieces
+from tpwrap.engine.dtensors import is_dtensor, local
 from tpwrap.engine.scalars import (
     Refused,
     StateError,
@@ -27,7 +29,7 @@ from tpwrap.engine.scalars import (
     restore_optimizer,
 )
 
-__all__ = ["Entry", "ReplicaState", "StateError", "combined", "loaded", "local"]
+__all__ = ["Entry", "ReplicaState", "StateError", "combined", "loaded"]
 
 EXTRA = "extra"
 PARAMETER = ".parameter"
@@ -49,13 +51,6 @@ class Entry(NamedTuple):
 def loaded(module: str, name: str) -> Any:
     """That class, for isinstance, if the script has imported its module: an import would take seconds."""
     return getattr(sys.modules.get(module), name, ())
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, as a plain tensor without history."""
-    # Not DTensor.to_local(): the piece itself, also inside autograd, and without waiting for anything.
-    piece: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return piece.detach()
 
 
 class ReplicaState:
@@ -108,8 +103,12 @@ class ReplicaState:
         self.schedulers = schedulers
         self._extra = extra
         self._known = known or {name: dict(model.named_parameters()) for name, model in models.items()}
+
+    @functools.cached_property
+    def _fixed(self) -> set[str]:
+        """Models that FSDP2 shards. Found when first asked for: scripts as they are make a state at every update."""
         sharded = loaded("torch.distributed.fsdp", "FSDPModule")
-        self._fixed = {name for name, model in models.items() if any(isinstance(m, sharded) for m in model.modules())}
+        return {name for name, one in self.models.items() if any(isinstance(m, sharded) for m in one.modules())}
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter once, by name.
@@ -138,16 +137,15 @@ class ReplicaState:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
         """(name, tensor, whether it lives where its parameter lives, whether it is the local piece of a DTensor)."""
         for name, parameter in self.parameters():
-            yield name, local(parameter), True, hasattr(parameter, "_local_tensor")
+            yield name, local(parameter), True, is_dtensor(parameter)
         for optimizer_name, optimizer in self.optimizers.items():
             for place, parameter in optimized(optimizer):
                 for key, value in optimizer.state.get(parameter, {}).items():  # a newcomer's gets this order, too
                     if isinstance(value, torch.Tensor):
                         beside = value.is_cpu == parameter.is_cpu
-                        piece = hasattr(value, "_local_tensor")
-                        yield f"{optimizer_name}/{place}/{key}", local(value), beside, piece
+                        yield f"{optimizer_name}/{place}/{key}", local(value), beside, is_dtensor(value)
         for name, tensor in sorted(self._extra().items()):
-            yield f"{EXTRA}/{name}", local(tensor), True, hasattr(tensor, "_local_tensor")
+            yield f"{EXTRA}/{name}", local(tensor), True, is_dtensor(tensor)
 
     def digests(self) -> dict[str, str]:
         return pieces.digests(self.tensors())

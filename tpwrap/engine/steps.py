@@ -59,6 +59,7 @@ class Steps:
         self._losses: list[torch.Tensor] = []
         self._published: Sidecar | None = None
         self._told: set[str] = set()
+        self._told_of_redo = False
         self._offline: Sidecar | None = None
         """the sidecar that the offline body is fed with; None when live"""
         self._losses_fed = 0
@@ -274,10 +275,11 @@ class Steps:
             values |= {"tp.epoch": session.epoch, "tp.batch_index": session.batch_index}
             self._trace.commit(step, self.state.digests(), self.scalars[step], values, randomness.capture())
         self._begin_step(step)
-        if self._runtime.redo.used and self._runtime.journal.stats()["too_large"]:
+        if self._runtime.redo.used and not self._told_of_redo and self._runtime.journal.stats()["too_large"]:
+            self._told_of_redo = True
             budget = self._runtime.budget / (1 << 20)
             text = f"the collectives of a step exceed {budget:g} MB: a failure in it is healed by running it again"
-            self._tell(text, "info")
+            self._runtime.send(Notice("info", text))
         self._runtime.progress(step)
 
     def _begin_step(self, step: int) -> None:
@@ -344,10 +346,10 @@ class Steps:
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _tell(self, text: str, level: str = "warning") -> None:
+    def _tell(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            self._runtime.send(Notice(level, text))
+            self._runtime.send(Notice("warning", text))
 
     def _inject_hooks(self) -> None:
         """Hooks for the injector, only where a fault asks for them."""

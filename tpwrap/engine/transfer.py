@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
@@ -239,28 +238,6 @@ def restore(
     if not sources:
         return Inventory(state.manifest(), state.digests(), state.scalars()), 0
     return _Restore(sources, key, generation, step, timeout, aborted).run(state)
-
-
-def begin(
-    state: ReplicaState,
-    sources: list[str],
-    key: bytes,
-    generation: int,
-    step: int,
-    timeout: float,
-    aborted: Callable[[], bool],
-) -> Future[tuple[Inventory, int]]:
-    """`restore` in a thread of its own, beside something else; wait for the result before `state` is used."""
-    outcome: Future[tuple[Inventory, int]] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(restore(state, sources, key, generation, step, timeout, aborted))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="torchpass-restore", daemon=True).start()
-    return outcome
 
 
 def readings(

@@ -147,7 +147,7 @@ class Votes:
         return ended == [True]
 
     def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Until it holds, or this step is poisoned (then raises Redo), or the time is over."""
+        """Until it holds, or this step is poisoned (then raises Poisoned), or the time is over."""
         runtime = self._runtime
         with runtime.changed:
             runtime.changed.wait_for(lambda: condition() or runtime.poisoned, seconds)

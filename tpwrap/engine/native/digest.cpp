@@ -75,6 +75,7 @@ uint64_t digest(const unsigned char* p, size_t size) {
 }
 
 }  // namespace
+
 std::vector<std::string> digests(const std::vector<at::Tensor>& tensors) {
   at::NoGradGuard no_grad;
   std::vector<std::string> out;

@@ -439,26 +439,38 @@ void Journal::go_offline() {
 }
 
 void Journal::go_live() {
-  std::vector<std::shared_ptr<Group>> groups;
+  Groups groups;
   {
     std::lock_guard<std::mutex> lock(m_);
     mode_ = Mode::live;
     failure_.clear();
-    for (auto& w : groups_) if (auto g = w.lock()) groups.push_back(g);
+    groups = alive();
   }
   for (auto& g : groups) g->pump();
 }
 
-void Journal::replay(int64_t from_step) {
-  std::vector<std::shared_ptr<Group>> groups;
+Journal::Groups Journal::alive() {  // m_ is held
+  Groups groups;
+  for (auto& w : groups_) if (auto g = w.lock()) groups.push_back(g);
+  return groups;
+}
+
+// All groups, and a lock on the order of each: nothing is launched as long as they are held. (Only the recovery thread
+// ever holds more than one `launching_`, in replay() or poison(), so the order among them cannot deadlock.)
+std::pair<Journal::Groups, Journal::Orders> Journal::stopped() {
+  Groups groups;
   {
     std::lock_guard<std::mutex> lock(m_);
-    for (auto& w : groups_) if (auto g = w.lock()) groups.push_back(g);
+    groups = alive();
   }
-  // All groups are locked before the journal goes live: what callers issue meanwhile queues behind the replay. (Only
-  // this function ever holds more than one `launching_`, so the order among them cannot deadlock.)
-  std::vector<std::unique_lock<std::recursive_mutex>> orders;
+  Orders orders;
   for (auto& g : groups) orders.emplace_back(g->launching_);
+  return {std::move(groups), std::move(orders)};
+}
+
+void Journal::replay(int64_t from_step) {
+  // Before the journal goes live: what callers issue meanwhile queues behind the replay.
+  auto [groups, orders] = stopped();
   {
     std::lock_guard<std::mutex> lock(m_);
     failure_.clear();
@@ -501,9 +513,8 @@ bool Journal::settled(double seconds) {
   bool all = false;
   progress_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
     all = true;
-    for (auto& w : groups_)
-      if (auto g = w.lock())
-        for (auto& e : g->log_) all = all && e->done;
+    for (auto& g : alive())
+      for (auto& e : g->log_) all = all && e->done;
     return all || mode_ != Mode::live;
   });
   return all && mode_ == Mode::live;
@@ -515,9 +526,7 @@ void Journal::all_have(int64_t step) {
 }
 
 void Journal::forget_region() {  // m_ is held
-  for (auto& w : groups_) {
-    auto g = w.lock();
-    if (!g) continue;
+  for (auto& g : alive()) {
     std::deque<EntryPtr> kept;
     for (auto& e : g->log_) {
       const bool useless = e->region && e->step == step_;
@@ -532,14 +541,8 @@ void Journal::forget_region() {  // m_ is held
 }
 
 void Journal::poison() {
-  std::vector<std::shared_ptr<Group>> groups;
-  {
-    std::lock_guard<std::mutex> lock(m_);
-    for (auto& w : groups_) if (auto g = w.lock()) groups.push_back(g);
-  }
-  // As in replay(): nothing is issued between the change of mode and the end of what was issued before.
-  std::vector<std::unique_lock<std::recursive_mutex>> orders;
-  for (auto& g : groups) orders.emplace_back(g->launching_);
+  // Nothing is issued between the change of mode and the end of what was issued before.
+  auto [groups, orders] = stopped();
   {
     std::lock_guard<std::mutex> lock(m_);
     mode_ = Mode::offline;
@@ -556,12 +559,12 @@ std::string Journal::wait_failure(double seconds) {
 }
 
 void Journal::hold(bool on) {
-  std::vector<std::shared_ptr<Group>> groups;
+  Groups groups;
   {
     std::lock_guard<std::mutex> lock(m_);
     if (held_ == on) return;
     held_ = on;
-    if (!on) for (auto& w : groups_) if (auto g = w.lock()) groups.push_back(g);
+    if (!on) groups = alive();
   }
   for (auto& g : groups) g->pump();
 }
@@ -590,9 +593,7 @@ Fault Journal::next_fault() {  // m_ is held
 void Journal::trim(int64_t step) {  // m_ is held
   if (step <= common_) return;  // done: at the first collective of that step
   common_ = step;
-  for (auto& w : groups_) {
-    auto g = w.lock();
-    if (!g) continue;
+  for (auto& g : alive()) {
     while (!g->log_.empty() && g->log_.front()->done && g->log_.front()->step < step) {
       recycle(*g->log_.front());
       g->log_.pop_front();
@@ -693,7 +694,7 @@ void Journal::monitor_loop() {
 std::map<std::string, int64_t> Journal::stats() {
   std::lock_guard<std::mutex> lock(m_);
   int64_t entries = 0;
-  for (auto& w : groups_) if (auto g = w.lock()) entries += static_cast<int64_t>(g->log_.size());
+  for (auto& g : alive()) entries += static_cast<int64_t>(g->log_.size());
   return {{"mode", static_cast<int64_t>(mode_)}, {"step", step_}, {"bytes", bytes_}, {"peak_bytes", peak_},
           {"entries", entries}, {"issued", issued_}, {"bad", bad_}, {"in_flight", in_flight_},
           {"replayed", replayed_}, {"recorded_bytes", recorded_}, {"held", held_}, {"common_step", common_}, {"lost_step", lost_step_}, {"too_large", too_large_}, {"issued_in_step", issued_in_step_}};

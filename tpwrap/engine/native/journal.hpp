@@ -21,6 +21,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace torchpass {
@@ -146,6 +147,10 @@ class Journal : public std::enable_shared_from_this<Journal> {
 
  private:
   friend class Group;
+  using Groups = std::vector<std::shared_ptr<Group>>;
+  using Orders = std::vector<std::unique_lock<std::recursive_mutex>>;
+  Groups alive();                                   // those that the script still holds
+  std::pair<Groups, Orders> stopped();
   bool may_launch() const { return mode_ == Mode::live && !held_; }
   void trim(int64_t step);
   void forget_region();                             // its copies are of no use: one of them did not fit
